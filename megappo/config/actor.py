@@ -1,0 +1,82 @@
+"""Sections `actor`, `critic` and `ref`: what each role is trained with, and how its batches are cut."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megappo.config.base import Section
+from megappo.config.optim import OptimConfig
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]  # fmt: skip
+
+
+class ActorConfig(Section):
+    """The policy's update."""
+
+    optim: OptimConfig = OptimConfig()
+    ppo_mini_batch_size: int = Field(64, ge=1)
+    """Prompts of one optimizer step; times `rollout.n` gives its sequences."""
+    ppo_micro_batch_size_per_gpu: int = Field(1, ge=1)
+    """Sequences of one forward and backward pass on a rank."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences of one forward of the old log-prob pass; `ppo_micro_batch_size_per_gpu` when null."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over a step's sequences."""
+    clip_ratio: float = Field(0.2, gt=0)
+    """PPO's ε on both sides, where the next two don't say otherwise."""
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
+    clip_ratio_high: float | None = Field(None, gt=0)
+    clip_ratio_c: float = Field(3.0, gt=1)
+    """Dual clip: bound of the loss for negative advantages, in units of |advantage|."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_length: int | None = Field(None, ge=1)
+    """Constant length that `seq-mean-token-sum-norm` divides by; `data.max_response_length` when null."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    entropy_chunk_tokens: int = Field(1024, ge=1)
+    """Tokens whose float32 logits exist at once in the log-prob and entropy passes."""
+    use_kl_loss: bool = False
+    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_type: KLEstimator = "low_var_kl"
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(low, high) distances of the ratio's clip from 1."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return low, high
+
+    @property
+    def log_prob_micro_batch(self) -> int:
+        return self.log_prob_micro_batch_size_per_gpu or self.ppo_micro_batch_size_per_gpu
+
+
+class CriticConfig(Section):
+    """The value model's update; built only where the advantage estimator needs it."""
+
+    path: str | None = None
+    """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the actor's
+    when null."""
+    optim: OptimConfig = OptimConfig(lr=1e-5)
+    ppo_mini_batch_size: int | None = Field(None, ge=1)
+    """Prompts of one optimizer step; the actor's when null."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences of one forward and backward pass on a rank; the actor's when null."""
+    forward_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences of one forward of the value pass; the update's when null."""
+    ppo_epochs: int | None = Field(None, ge=1)
+    """Passes over a step's sequences; the actor's when null."""
+    cliprange_value: float = Field(0.5, gt=0)
+    loss_agg_mode: LossAggMode = "token-mean"
+
+
+class RefConfig(Section):
+    """The frozen reference policy; built only where a KL term needs it."""
+
+    path: str | None = None
+    """Hugging Face folder of its weights; the actor's starting weights when null."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences of one forward; the actor's when null."""

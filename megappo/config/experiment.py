@@ -1,0 +1,39 @@
+"""The experiment: all sections in one frozen tree. Loading is in `load.py`, rules across sections in `checks.py`."""
+
+from megappo.config.actor import ActorConfig, CriticConfig, RefConfig
+from megappo.config.algorithm import AlgorithmConfig
+from megappo.config.base import Section
+from megappo.config.data import DataConfig
+from megappo.config.layout import LayoutConfig
+from megappo.config.model import ModelConfig
+from megappo.config.observe import ObserveConfig
+from megappo.config.reward import RewardConfig
+from megappo.config.rollout import RolloutConfig
+from megappo.config.trainer import TrainerConfig
+
+
+class ExperimentConfig(Section):
+    """One experiment file, resolved."""
+
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    ref: RefConfig = RefConfig()
+    reward: RewardConfig | None = None
+    """Needed by PPO; supervised training has none."""
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig
+    layout: LayoutConfig = LayoutConfig()
+    trainer: TrainerConfig
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any term of the experiment reads reference log-probs."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence, prompt and response together, in tokens."""
+        return self.data.max_prompt_length + self.data.max_response_length

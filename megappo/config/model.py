@@ -1,0 +1,22 @@
+"""Section `model`: which model is trained, and in which precision."""
+
+from typing import Literal
+
+from megappo.config.base import Section
+
+
+class ModelConfig(Section):
+    """The policy's architecture and starting weights."""
+
+    path: str
+    """Hugging Face folder with `config.json` and safetensors files."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer; `path` when null."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of parameters and activations. Log-probs and losses are float32 whatever is chosen."""
+    layers: Literal["auto", "te", "torch"] = "auto"
+    """Layer implementation: Transformer Engine where it imports (`auto`), or one of the two by name."""
+
+    @property
+    def tokenizer_folder(self) -> str:
+        return self.tokenizer_path or self.path

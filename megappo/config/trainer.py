@@ -1,0 +1,41 @@
+"""Section `trainer`: the length of the run, what it saves, and when it evaluates."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megappo.config.base import Section
+from megappo.config.rollout import EvaluationSampling
+
+
+class TrainerConfig(Section):
+    """The loop around the algorithm."""
+
+    kind: Literal["ppo", "sft"] = "ppo"
+    run_dir: str
+    """Folder of everything that the run leaves, for example `runs/demo`."""
+    total_steps: int | None = Field(None, ge=1)
+    """Steps of the run; null derives them from `total_epochs`."""
+    total_epochs: int | None = Field(None, ge=1)
+    """Passes over the prompts; ignored where `total_steps` is set."""
+    seed: int = Field(0, ge=0)
+    """Seed of sampling and of every random choice but the order of prompts."""
+    save_freq: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves only when stopped and at the end."""
+    save_last: bool = True
+    """Save a checkpoint after the last step."""
+    max_checkpoints: int | None = Field(None, ge=1)
+    """Keep this many newest checkpoints; null keeps all."""
+    export_hf: bool = False
+    """Write the actor as a Hugging Face folder after the last step: `hf/step-NNNNNN`."""
+    resume: Literal["auto", "never"] | str = "never"
+    """`never` starts anew and refuses a run folder that holds checkpoints; `auto` goes on from the newest one where there is one; anything else is the path of
+    a checkpoint."""
+    test_freq: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    val_before_train: bool = True
+    evaluation: EvaluationSampling = EvaluationSampling()
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of a rank."""
+    timeout_minutes: float = Field(30.0, gt=0)
+    """A collective that waits longer ends the run."""

@@ -1,0 +1,134 @@
+"""The one batch of a step: named tensors over sequences, stored flat. Cutting it into micro-batches is in `micro.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.experience.sample import RolloutSample
+
+# The phase of `fit()` that fills each optional field: the message of a field that is read too early.
+FILLED_BY = {
+    "scores": "the reward phase",
+    "old_log_probs": "the old log-prob phase",
+    "ref_log_probs": "the reference phase (actor.use_kl_loss or algorithm.use_kl_in_reward)",
+    "values": "the value phase",
+    "token_rewards": "the advantage phase",
+    "advantages": "the advantage phase",
+    "returns": "the advantage phase",
+}
+
+
+class NotFilledError(RuntimeError):
+    """A field of the batch was read before the phase that fills it."""
+
+
+@dataclass(frozen=True)
+class ExperienceBatch:
+    """Sequences of one step, or of one minibatch of it, on this data-parallel rank.
+
+    Per-token fields are flat `[tokens]`, sequence after sequence, prompt before response, aligned to the token they
+    describe: `old_log_probs[t]` is log p(token_ids[t] | tokens before t); `values[t]` is V before token t is
+    produced. Fields that are filled later are None until then; read them with `get`, which says who fills them.
+
+    Example, two sequences of 3 + 2 and 1 + 3 tokens:
+    `cu_seqlens` 0 5 9 · `response_mask` 0 0 0 1 1 0 1 1 1.
+
+    Shapes: `token_ids` [tokens] int64 · `response_mask` [tokens] bool · `cu_seqlens` [B + 1] int64 ·
+    `positions` [B] int64, place in the step's global batch · `rollout_log_probs` [tokens] · `scores` [B] ·
+    `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns` [tokens]; floats are float32.
+    """
+
+    token_ids: Tensor
+    response_mask: Tensor
+    cu_seqlens: Tensor
+    positions: Tensor
+    rollout_log_probs: Tensor
+    scores: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    token_rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[RolloutSample]) -> ExperienceBatch:
+        """Batches trajectories in the order given."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        log_probs: list[float] = []
+        bounds = [0]
+        for sample in samples:
+            prompt_length = len(sample.prompt.token_ids)
+            tokens += (*sample.prompt.token_ids, *sample.response_ids)
+            mask += [False] * prompt_length + [True] * len(sample.response_ids)
+            log_probs += [0.0] * prompt_length + list(sample.rollout_log_probs)
+            bounds.append(len(tokens))
+        return cls(
+            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            response_mask=torch.tensor(mask, dtype=torch.bool),
+            cu_seqlens=torch.tensor(bounds, dtype=torch.int64),
+            positions=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
+            rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence, [B]."""
+        return self.cu_seqlens.diff()
+
+    def get(self, name: str) -> Tensor:
+        """The field `name`; raises NotFilledError with the phase that fills it where it is still None."""
+        value: Tensor | None = getattr(self, name)
+        if value is None:
+            raise NotFilledError(f"batch.{name} is not there yet: it is filled by {FILLED_BY[name]}")
+        return value
+
+    def fill(self, **fields: Tensor) -> ExperienceBatch:
+        """A batch with more fields filled; shapes are checked against this one's."""
+        for name, value in fields.items():
+            expected = (self.num_sequences,) if name == "scores" else (self.num_tokens,)
+            assert tuple(value.shape) == expected, f"{name} has shape {tuple(value.shape)}, the batch needs {expected}"
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+
+    def rows(self, start: int, stop: int) -> ExperienceBatch:
+        """Sequences start … stop - 1 as views on the same storage."""
+        low, high = int(self.cu_seqlens[start]), int(self.cu_seqlens[stop])
+        fields: dict[str, Tensor] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "cu_seqlens":
+                fields[field.name] = value[start : stop + 1] - low
+            elif field.name in ("positions", "scores"):
+                fields[field.name] = value[start:stop] if value is not None else None
+            else:
+                fields[field.name] = value[low:high] if value is not None else None
+        return ExperienceBatch(**fields)
+
+    def padded(self, flat: Tensor, length: int | None = None) -> Tensor:
+        """[tokens, …] → [B, T, …] right-padded with zeros, T the longest sequence unless `length` says more."""
+        width = int(self.lengths.max()) if length is None else length
+        view = flat.new_zeros((self.num_sequences, width, *flat.shape[1:]))
+        view[self.is_token(width)] = flat
+        return view
+
+    def flat(self, view: Tensor) -> Tensor:
+        """[B, T, …] → [tokens, …]: the inverse of `padded`; padding is dropped without being read."""
+        return view[self.is_token(view.shape[1])]
+
+    def is_token(self, length: int) -> Tensor:
+        """[B, T] bool: which places of the padded view hold a token."""
+        return torch.arange(length)[None, :] < self.lengths[:, None]

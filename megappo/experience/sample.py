@@ -1,0 +1,46 @@
+"""One generated trajectory, before it is batched."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the data set, tokenised.
+
+    `index` is the row in its data set; `source` names the data set; `answer` is the ground truth that rule rewards
+    compare with; `extra` holds the row's other columns, as read.
+    """
+
+    index: int
+    source: str
+    token_ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """A prompt and one response to it.
+
+    `position` is the sequence's place in the step's global batch (prompt · n + sample), `sample` its number among the n
+    responses. `response_ids` ends with the end-of-sequence token where `finish_reason` is "stop" because of it;
+    `rollout_log_probs` has one float a response token, in nats, of the distribution that was sampled from.
+    """
+
+    prompt: Prompt
+    position: int
+    sample: int
+    response_ids: tuple[int, ...]
+    rollout_log_probs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt.token_ids) + len(self.response_ids)

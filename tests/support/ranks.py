@@ -1,0 +1,53 @@
+"""Runs a program on several CPU ranks and returns what it wrote: start-up dominates, so one program checks many things."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment() -> dict[str, str]:
+    """One thread a rank, no accelerator, no hub, and the project on the path."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def run_ranks(module: str, *arguments: object, nproc: int, timeout: float = 300) -> Any:
+    """Runs `python -m module ARGUMENTS --out FILE` on `nproc` torchrun ranks; the program's rank 0 writes JSON to FILE.
+
+    Raises AssertionError with the end of the output where a rank fails or the time is over; no process is left behind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+        command += [f"--master-port={free_port()}", "-m", module, *map(str, arguments), "--out", str(out)]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=rank_environment(), text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            raise AssertionError(f"{module} on {nproc} ranks took over {timeout:.0f} s:\n{output[-4000:]}") from None
+        assert process.returncode == 0, f"{module} on {nproc} ranks failed:\n{output[-6000:]}"
+        return json.loads(out.read_text()) if out.exists() else None
