@@ -10,7 +10,7 @@ from megappo.config.base import Section
 class DataConfig(Section):
     """Where prompts come from and how they become token ids."""
 
-    train_files: tuple[str, ...] = Field(min_length=1)
+    train_files: tuple[str, ...] = Field(min_length=1, examples=["[data/train.jsonl]"])
     """JSONL or Parquet files, data set folders saved by `datasets`, or `hub:NAME[:CONFIG][@SPLIT]`."""
     val_files: tuple[str, ...] = ()
     """Held-out prompts, each file a data set of the evaluation named by its stem."""
@@ -26,11 +26,11 @@ class DataConfig(Section):
     """First message of the chat; needs a chat template."""
     prompt_template: str = "{prompt}"
     """Wraps a string prompt before the chat template."""
-    train_batch_size: int = Field(ge=1)
+    train_batch_size: int = Field(ge=1, examples=[128])
     """Prompts of one step (sequences of one step for supervised training)."""
-    max_prompt_length: int = Field(ge=1)
+    max_prompt_length: int = Field(ge=1, examples=[512])
     """Tokens, chat template included."""
-    max_response_length: int = Field(ge=1)
+    max_response_length: int = Field(ge=1, examples=[512])
     """Tokens, end-of-sequence included."""
     overlong_prompts: Literal["error", "left", "right", "filter"] = "error"
     """What happens to a longer prompt: stop, cut its start (`left`) or its end (`right`), or leave it out."""

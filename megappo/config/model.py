@@ -2,13 +2,15 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from megappo.config.base import Section
 
 
 class ModelConfig(Section):
     """The policy's architecture and starting weights."""
 
-    path: str
+    path: str = Field(min_length=1, examples=["models/my-model"])
     """Hugging Face folder with `config.json` and safetensors files."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer; `path` when null."""

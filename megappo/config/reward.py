@@ -10,7 +10,7 @@ from megappo.config.base import Section
 class RewardPartConfig(Section):
     """One part of the score."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, examples=["correct"])
     """Name in the metrics: `reward/parts/<name>`."""
     kind: Literal["exact_match", "gsm8k", "math_verify", "function"]
     function: str | None = None
@@ -21,7 +21,7 @@ class RewardPartConfig(Section):
 class RewardConfig(Section):
     """The reward of a response."""
 
-    parts: tuple[RewardPartConfig, ...] = Field(min_length=1)
+    parts: tuple[RewardPartConfig, ...] = Field(min_length=1, examples=["[{name: correct, kind: exact_match}]"])
     timeout_seconds: float = Field(30.0, gt=0)
     """A part that takes longer for one sample counts as failed."""
     failed_score: float = 0.0

@@ -12,8 +12,8 @@ class TrainerConfig(Section):
     """The loop around the algorithm."""
 
     kind: Literal["ppo", "sft"] = "ppo"
-    run_dir: str
-    """Folder of everything that the run leaves, for example `runs/demo`."""
+    run_dir: str = Field(min_length=1, examples=["runs/demo"])
+    """Folder of everything that the run leaves."""
     total_steps: int | None = Field(None, ge=1)
     """Steps of the run; null derives them from `total_epochs`."""
     total_epochs: int | None = Field(None, ge=1)
@@ -35,6 +35,8 @@ class TrainerConfig(Section):
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     val_before_train: bool = True
     evaluation: EvaluationSampling = EvaluationSampling()
+    stop_grace_seconds: float = Field(600.0, gt=0)
+    """Time for the ranks to finish their step and save after a SIGTERM, before they are killed."""
     num_threads: int = Field(1, ge=1)
     """CPU threads of a rank."""
     timeout_minutes: float = Field(30.0, gt=0)

@@ -1,0 +1,123 @@
+"""How a step's prompts become sequences, minibatches, data-parallel shares and micro-batches.
+
+Which numbers are allowed is in `config/divisibility.py`; printing the plan is in `explain.py`.
+"""
+
+from dataclasses import dataclass
+
+from megappo.config.divisibility import critic_epochs, critic_micro_batch, critic_mini_batch, divisibility_problems
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.problem import raise_errors
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """One role's cut of a step's sequences.
+
+    `sequences` of one optimizer step over all ranks; `sequences_per_rank` of it on each data-parallel rank, in
+    `num_micro_batches` forward-backward passes of `micro_batch` sequences; `num_minibatches` of them make one pass over
+    the step's experience, and there are `epochs` passes.
+    """
+
+    sequences: int
+    sequences_per_rank: int
+    num_minibatches: int
+    micro_batch: int
+    num_micro_batches: int
+    epochs: int
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of this role in one step of the run."""
+        return self.num_minibatches * self.epochs
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The split of one PPO step.
+
+    Sequences are numbered over the whole step: position = prompt · n + sample. A minibatch is a contiguous run of
+    positions. Position s belongs to data-parallel rank (s // block) % dp, so that every minibatch of either role
+    gives every rank the same number of sequences, and a rank's share of it is a contiguous run of its own, in order.
+    """
+
+    prompts: int
+    n: int
+    dp: int
+    block: int
+    actor: MiniBatchPlan
+    critic: MiniBatchPlan
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one step over all ranks."""
+        return self.prompts * self.n
+
+    @property
+    def sequences_per_rank(self) -> int:
+        """Sequences of one step on each data-parallel rank."""
+        return self.sequences // self.dp
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Optimizer steps of the actor in one step of the run; the critic's are `critic.optimizer_steps`."""
+        return self.actor.optimizer_steps
+
+    def positions_of(self, dp_rank: int) -> tuple[int, ...]:
+        """Positions that data-parallel rank `dp_rank` owns, rising.
+
+        Example: 8 sequences, dp 2, block 2: rank 0 owns 0 1 4 5, rank 1 owns 2 3 6 7.
+        """
+        assert 0 <= dp_rank < self.dp, f"data-parallel rank {dp_rank} of {self.dp}"
+        stride = self.block * self.dp
+        starts = range(dp_rank * self.block, self.sequences, stride)
+        return tuple(position for start in starts for position in range(start, start + self.block))
+
+
+def plan_batches(config: ExperimentConfig, dp: int) -> BatchPlan:
+    """The split of a PPO step over `dp` data-parallel ranks; raises ConfigError where the numbers don't divide."""
+    raise_errors(divisibility_problems(config, dp))
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    actor_sequences = config.actor.ppo_mini_batch_size * n
+    critic_sequences = critic_mini_batch(config) * n
+    return BatchPlan(
+        prompts=prompts,
+        n=n,
+        dp=dp,
+        block=ownership_block(n, dp, actor_sequences, critic_sequences),
+        actor=_minibatches(
+            prompts * n, actor_sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_epochs
+        ),
+        critic=_minibatches(prompts * n, critic_sequences, dp, critic_micro_batch(config), critic_epochs(config)),
+    )
+
+
+def plan_supervised(config: ExperimentConfig, dp: int) -> MiniBatchPlan:
+    """The split of a supervised step: one optimizer step on `train_batch_size` sequences, in the actor's micro-batches.
+
+    Raises ConfigError where the numbers don't divide.
+    """
+    raise_errors(divisibility_problems(config, dp))
+    sequences = config.data.train_batch_size
+    return _minibatches(sequences, sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, epochs=1)
+
+
+def ownership_block(n: int, dp: int, *minibatch_sequences: int) -> int:
+    """Largest divisor of n that keeps a prompt's responses together and still divides every role's minibatch by dp."""
+    return max(
+        block
+        for block in range(1, n + 1)
+        if n % block == 0 and all(sequences % (block * dp) == 0 for sequences in minibatch_sequences)
+    )
+
+
+def _minibatches(step_sequences: int, sequences: int, dp: int, micro_batch: int, epochs: int) -> MiniBatchPlan:
+    per_rank = sequences // dp
+    return MiniBatchPlan(
+        sequences=sequences,
+        sequences_per_rank=per_rank,
+        num_minibatches=step_sequences // sequences,
+        micro_batch=micro_batch,
+        num_micro_batches=per_rank // micro_batch,
+        epochs=epochs,
+    )
