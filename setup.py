@@ -1,4 +1,4 @@
-"""The package, what it needs, and the `megappo` command. Settings of tools are in pyproject.toml, exact versions in requirements/."""
+"""The package, what it needs, and the `megappo` command. Exact versions are in requirements/."""
 
 import re
 from pathlib import Path

@@ -58,8 +58,8 @@ class CriticConfig(Section):
     """The value model's update; built only where the advantage estimator needs it."""
 
     path: str | None = None
-    """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the actor's
-    when null."""
+    """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the
+    actor's when null."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     ppo_mini_batch_size: int | None = Field(None, ge=1)
     """Prompts of one optimizer step; the actor's when null."""

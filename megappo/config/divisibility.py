@@ -25,7 +25,10 @@ def critic_epochs(config: ExperimentConfig) -> int:
 
 
 def divisibility_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
-    """Every batch size of the experiment that does not divide over `dp` data-parallel ranks, with the nearest that do."""
+    """Every batch size that does not divide over `dp` data-parallel ranks, with the nearest that do.
+
+    Passes without an update have no rule: their last micro-batch may be smaller.
+    """
     if config.trainer.kind == "sft":
         return _supervised_problems(config, dp)
     problems = _mini_batch_problems(
@@ -36,7 +39,7 @@ def divisibility_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
     )  # fmt: skip
     if config.critic.ppo_mini_batch_size or config.critic.ppo_micro_batch_size_per_gpu:
         problems += _critic_problems(config, dp)
-    return problems or _forward_problems(config, dp)
+    return problems
 
 
 def nearest(wanted: int, lowest: int, highest: int, fits: Callable[[int], bool]) -> list[int]:
@@ -58,12 +61,12 @@ def _mini_batch_problems(config: ExperimentConfig, dp: int, path: str, mini: int
     fitting = nearest(mini, 1, prompts, lambda size: prompts % size == 0 and (size * n) % dp == 0)
     if not fitting:  # no minibatch of this many prompts can be split over dp: the step itself has to change
         allowed = nearest(prompts, 1, prompts + dp, lambda size: (size * n) % dp == 0)
-        reason = f"{prompts} prompts × rollout.n {n} = {prompts * n} sequences don't divide over dp {dp}"
+        reason = f"times rollout.n {n} gives {prompts * n} sequences, which don't divide over dp {dp}"
         return [Problem("data.train_batch_size", str(prompts), reason, choices(allowed))]
     if prompts % mini:
-        reason = f"{mini} does not divide data.train_batch_size {prompts}"
+        reason = f"does not divide data.train_batch_size {prompts}"
     else:
-        reason = f"{mini} prompts × rollout.n {n} = {mini * n} sequences don't divide over dp {dp}"
+        reason = f"times rollout.n {n} gives {mini * n} sequences, which don't divide over dp {dp}"
     return [Problem(path, str(mini), reason, choices(fitting))]
 
 
@@ -71,9 +74,7 @@ def _micro_batch_problems(config: ExperimentConfig, dp: int, path: str, micro: i
     per_rank = mini * config.rollout.n // dp
     if per_rank % micro == 0:
         return []
-    reason = (
-        f"{micro} does not divide the {per_rank} sequences that a minibatch has on each of {dp} data-parallel ranks"
-    )
+    reason = f"does not divide the {per_rank} sequences that a minibatch has on each of {dp} data-parallel ranks"
     return [Problem(path, str(micro), reason, choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0)))]
 
 
@@ -93,33 +94,16 @@ def _own_path(config: ExperimentConfig, leaf: str) -> str:
     return f"critic.{leaf}" if getattr(config.critic, leaf) is not None else f"actor.{leaf}"
 
 
-def _forward_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
-    """Passes without an update run over all sequences of the step on a rank."""
-    per_rank = config.data.train_batch_size * config.rollout.n // dp
-    sizes = {
-        "actor.log_prob_micro_batch_size_per_gpu": config.actor.log_prob_micro_batch_size_per_gpu,
-        "critic.forward_micro_batch_size_per_gpu": config.critic.forward_micro_batch_size_per_gpu,
-        "ref.log_prob_micro_batch_size_per_gpu": config.ref.log_prob_micro_batch_size_per_gpu,
-    }
-    problems = []
-    for path, micro in sizes.items():
-        if micro is not None and per_rank % micro:
-            reason = f"{micro} does not divide the {per_rank} sequences of a step on each of {dp} data-parallel ranks"
-            remedy = choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0))
-            problems.append(Problem(path, str(micro), reason, remedy))
-    return problems
-
-
 def _supervised_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
     sequences, micro = config.data.train_batch_size, config.actor.ppo_micro_batch_size_per_gpu
     if sequences % dp:
         allowed = nearest(sequences, 1, sequences + dp, lambda size: size % dp == 0)
-        reason = f"{sequences} sequences don't divide over dp {dp}"
+        reason = f"does not divide over dp {dp}"
         return [Problem("data.train_batch_size", str(sequences), reason, choices(allowed))]
     per_rank = sequences // dp
     if per_rank % micro:
         path = "actor.ppo_micro_batch_size_per_gpu"
-        reason = f"{micro} does not divide the {per_rank} sequences of a step on each of {dp} data-parallel ranks"
+        reason = f"does not divide the {per_rank} sequences of a step on each of {dp} data-parallel ranks"
         remedy = choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0))
         return [Problem(path, str(micro), reason, remedy)]
     return []

@@ -1,6 +1,6 @@
 """From an experiment file and overrides to the typed tree: `base:` inheritance, `a.b=c`, and all mistakes at once.
 
-The YAML itself is read in `yaml_file.py`, messages are worded in `messages.py`, rules across sections are in `checks.py`.
+The YAML itself is read in `yaml_file.py`, messages are worded in `messages.py`, rules across sections in `checks.py`.
 """
 
 import json

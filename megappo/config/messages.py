@@ -14,6 +14,7 @@ from megappo.config.problem import Problem, typed
 from megappo.config.yaml_file import FLOAT
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+EXAMPLES = {int: "1", float: "1.0", bool: "true"}
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -136,7 +137,7 @@ def _remedy(field: FieldInfo | None, details: ErrorDetails) -> str:
         return f"put it in quotes: {json.dumps(str(value))}"
     if (
         field is not None
-        and tuple in map(get_origin, _members(field.annotation))
+        and any(get_origin(member) is tuple for member in _members(field.annotation))
         and isinstance(value, str | int | float)
     ):
         return f"write it as a list: [{value}]"
@@ -162,7 +163,7 @@ def _example(field: FieldInfo | None) -> str:
     literals = list(_literals(field.annotation))
     if literals:
         return literals[0]
-    return {int: "1", float: "1.0", bool: "true"}.get(field.annotation, "a value") if field.annotation else "a value"
+    return next((example for kind, example in EXAMPLES.items() if kind is field.annotation), "a value of that type")
 
 
 def describe(annotation: Any) -> str:

@@ -31,7 +31,7 @@ class Problem:
     severity: Severity = Severity.ERROR
 
     def text(self, locations: Mapping[str, str] | None = None) -> str:
-        """`path: value (file:line): reason; remedy`; the place is that of the path, or of its nearest parent in a file."""
+        """`path: value (file:line): reason; remedy`; the place is that of the path, or of its nearest parent."""
         place = nearest_location(self.path, locations or {})
         head = self.path if self.value is None else f"{self.path}: {self.value}"
         return f"{head} ({place}): {self.reason}; {self.remedy}" if place else f"{head}: {self.reason}; {self.remedy}"

@@ -1,0 +1,135 @@
+"""Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
+
+Rules about model folders, data files and the layout are in `checks_layout.py`, batch sizes in `divisibility.py`.
+"""
+
+from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.divisibility import divisibility_problems
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.problem import Problem, Severity, raise_errors, typed
+
+
+def check_experiment(config: ExperimentConfig, world_size: int | None = None) -> list[Problem]:
+    """Every error and warning of an experiment, errors first.
+
+    `world_size` is the number of ranks where it is known; the data-parallel size then follows from it. Batch sizes are
+    checked for the known dp, otherwise for 1: what does not divide there divides nowhere.
+    """
+    problems = [
+        *_trainer_problems(config),
+        *(_ppo_problems(config) if config.trainer.kind == "ppo" else ()),
+        *_reward_problems(config),
+        *_data_problems(config),
+        *file_problems(config),
+        *layout_problems(config),
+        *world_problems(config, world_size),
+        *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
+    ]
+    return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)
+
+
+def require_sound(config: ExperimentConfig, world_size: int | None = None) -> None:
+    """Raises ConfigError with every error of the experiment; warnings pass."""
+    raise_errors(check_experiment(config, world_size))
+
+
+def data_parallel_size(config: ExperimentConfig, world_size: int | None) -> int | None:
+    """dp of the layout, else what the world size leaves for it, else None."""
+    if config.layout.dp is not None:
+        return config.layout.dp
+    return None if world_size is None else max(world_size // config.layout.model_parallel_size, 1)
+
+
+def warning(path: str, value: object, reason: str, remedy: str) -> Problem:
+    return Problem(path, typed(value), reason, remedy, Severity.WARNING)
+
+
+def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
+    trainer = config.trainer
+    problems = []
+    if trainer.total_steps is None and trainer.total_epochs is None:
+        reason = "the length of the run is missing: neither it nor trainer.total_epochs is set"
+        problems.append(Problem("trainer.total_steps", None, reason, "for example 100"))
+    if trainer.test_freq and not config.data.val_files:
+        reason = "does nothing, for data.val_files is empty"
+        problems.append(warning("trainer.test_freq", trainer.test_freq, reason, "name files there, or set it to 0"))
+    if trainer.evaluation.n > 1 and trainer.evaluation.temperature == 0:
+        reason = "all responses to a prompt will be the same, for trainer.evaluation.temperature is 0"
+        problems.append(warning("trainer.evaluation.n", trainer.evaluation.n, reason, "set a temperature, or n to 1"))
+    for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+        if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
+            path, steps = f"{role}.optim.lr_warmup_steps", optim.lr_warmup_steps
+            reason = f"the rate would still rise when its decay has ended, after lr_decay_steps {optim.lr_decay_steps}"
+            problems.append(Problem(path, typed(steps), reason, f"at most {optim.lr_decay_steps - 1}"))
+    return problems
+
+
+def _ppo_problems(config: ExperimentConfig) -> list[Problem]:
+    actor, algorithm = config.actor, config.algorithm
+    problems = []
+    if config.reward is None:
+        remedy = "for example reward: {parts: [{name: correct, kind: exact_match}]}"
+        problems.append(Problem("reward", None, "is missing, and trainer.kind ppo learns from it", remedy))
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
+        reason = "KL counts twice, in the loss and in the reward (algorithm.use_kl_in_reward)"
+        problems.append(warning("actor.use_kl_loss", True, reason, "set one of the two to false if that is not meant"))
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        reason = "does nothing, for algorithm.use_kl_in_reward is false and the loss has a constant coefficient"
+        problems.append(warning("algorithm.kl_ctrl.type", "adaptive", reason, "set use_kl_in_reward to true, or fixed"))
+    if config.ref.path is not None and not config.needs_reference:
+        reason = "the reference is never read: actor.use_kl_loss and algorithm.use_kl_in_reward are false"
+        problems.append(warning("ref.path", config.ref.path, reason, "turn one of them on, or leave the path out"))
+    if actor.loss_scale_length is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        reason = f"does nothing, for actor.loss_agg_mode is {actor.loss_agg_mode}"
+        remedy = "set the mode to seq-mean-token-sum-norm, or leave the length out"
+        problems.append(warning("actor.loss_scale_length", actor.loss_scale_length, reason, remedy))
+    return problems
+
+
+def _reward_problems(config: ExperimentConfig) -> list[Problem]:
+    problems: list[Problem] = []
+    names: set[str] = set()
+    for index, part in enumerate(config.reward.parts if config.reward else ()):
+        path = f"reward.parts.{index}"
+        if part.name in names:
+            remedy = f"for example {part.name}_{index}"
+            problems.append(Problem(f"{path}.name", typed(part.name), "another part has this name", remedy))
+        names.add(part.name)
+        if part.kind == "function":
+            problems += _function_problems(f"{path}.function", part.function)
+        elif part.function is not None:
+            reason = f"kind {part.kind} takes no function"
+            problems.append(
+                Problem(f"{path}.function", typed(part.function), reason, "set kind to function, or drop it")
+            )
+        if part.kind != "function" and config.data.answer_key is None:
+            reason = f"kind {part.kind} compares with an answer, and data.answer_key is null"
+            remedy = "set data.answer_key to the column of the answer"
+            problems.append(Problem(f"{path}.kind", typed(part.kind), reason, remedy))
+    return problems
+
+
+def _function_problems(path: str, function: str | None) -> list[Problem]:
+    remedy = "for example my_rewards:short_answer"
+    if function is None:
+        return [Problem(path, None, "is missing, and kind function needs it", remedy)]
+    module, colon, name = function.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        return [Problem(path, typed(function), "has to be of the form module:function", remedy)]
+    return []
+
+
+def _data_problems(config: ExperimentConfig) -> list[Problem]:
+    data = config.data
+    problems = []
+    if data.system_prompt is not None and data.apply_chat_template is False:
+        reason = "needs a chat template, and data.apply_chat_template is false"
+        problems.append(
+            Problem("data.system_prompt", typed(data.system_prompt), reason, "set that to true, or leave this out")
+        )
+    if "{prompt}" not in data.prompt_template:
+        reason = "has no place for the prompt"
+        problems.append(
+            Problem("data.prompt_template", typed(data.prompt_template), reason, 'for example "Q: {prompt}"')
+        )
+    return problems

@@ -1,0 +1,123 @@
+"""Rules that look at files and ranks: model folders, data files, and whether the layout divides model and world."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.divisibility import choices, nearest
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
+from megappo.config.problem import Problem, typed
+
+HUB = "hub:"
+"""Start of a data set's name that is fetched, not read from disk."""
+
+
+def file_problems(config: ExperimentConfig) -> list[Problem]:
+    """Data files, tokenizer folder and checkpoint that are not there; model folders are looked at by the layout."""
+    problems = []
+    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        for index, file in enumerate(files):
+            if not file.startswith(HUB) and not Path(file).exists():
+                remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
+                problems.append(Problem(f"data.{key}.{index}", typed(file), _missing(file), remedy))
+    tokenizer = config.model.tokenizer_path
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        remedy = "give the folder of the tokenizer, or null where model.path has it"
+        problems.append(Problem("model.tokenizer_path", typed(tokenizer), _missing(tokenizer), remedy))
+    resume = config.trainer.resume
+    if resume not in ("auto", "never") and not Path(resume).exists():
+        remedy = "give a folder such as runs/NAME/checkpoints/step-000010, auto, or never"
+        problems.append(Problem("trainer.resume", typed(resume), _missing(resume), remedy))
+    return problems
+
+
+def layout_problems(config: ExperimentConfig) -> list[Problem]:
+    """Model folders that can't be read, or that the parallel sizes do not divide."""
+    problems = []
+    if config.layout.sequence_parallel and config.layout.tp == 1:
+        reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
+        problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
+    seen: set[str] = set()
+    for path, folder in _model_folders(config):
+        if folder in seen:
+            continue
+        seen.add(folder)
+        try:
+            facts = read_model_facts(folder)
+        except ModelFolderError as error:
+            problems.append(Problem(path, typed(folder), error.reason, error.remedy))
+            continue
+        problems += _model_problems(config, folder, facts)
+    return problems
+
+
+def model_parallel_problems(
+    facts: ModelFacts, folder: str, tp: int, pp: int, tp_path: str = "layout.tp", pp_path: str = "layout.pp"
+) -> list[Problem]:
+    """Whether `tp` and `pp` divide the heads and layers of a model."""
+    problems = []
+    if not facts.tp_fits(tp):
+        reason = f"does not divide the {facts.num_heads} attention heads ({facts.num_kv_heads} KV heads) of {folder}"
+        remedy = choices(nearest(tp, 1, facts.num_heads, facts.tp_fits))
+        problems.append(Problem(tp_path, str(tp), reason, remedy))
+    if facts.num_layers % pp:
+        reason = f"does not divide the {facts.num_layers} layers of {folder}"
+        remedy = choices(nearest(pp, 1, facts.num_layers, lambda size: facts.num_layers % size == 0))
+        problems.append(Problem(pp_path, str(pp), reason, remedy))
+    return problems
+
+
+def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Problem]:
+    """Whether the world size is tp · pp · dp; nothing where it isn't known."""
+    layout = config.layout
+    model_parallel = layout.model_parallel_size
+    if world_size is None:
+        return []
+    product = f"tp {layout.tp} · pp {layout.pp}"
+    if world_size % model_parallel:
+        counts = choices(
+            nearest(world_size, model_parallel, world_size + model_parallel, lambda n: n % model_parallel == 0)
+        )
+        reason = (
+            f"{product} = {model_parallel} ranks hold a copy of the model, which does not divide {world_size} ranks"
+        )
+        tps = nearest(layout.tp, 1, world_size, lambda tp: world_size % (tp * layout.pp) == 0)
+        remedy = f"start another number of ranks ({counts})"
+        remedy += f", or set another tp ({choices(tps)})" if tps else ""
+        return [Problem("layout.tp", str(layout.tp), reason, remedy)]
+    if layout.dp is not None and layout.dp * model_parallel != world_size:
+        reason = f"{product} · dp {layout.dp} = {layout.dp * model_parallel} ranks, and {world_size} are started"
+        remedy = f"{world_size // model_parallel} or null fit this world size"
+        return [Problem("layout.dp", str(layout.dp), reason, remedy)]
+    return []
+
+
+def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """(YAML path, folder) of every model that the run will read."""
+    yield "model.path", config.model.path
+    if config.trainer.kind == "ppo":
+        if config.critic.path is not None:
+            yield "critic.path", config.critic.path
+        if config.ref.path is not None and config.needs_reference:
+            yield "ref.path", config.ref.path
+
+
+def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    problems = model_parallel_problems(facts, folder, config.layout.tp, config.layout.pp)
+    if facts.max_positions is not None and config.max_length > facts.max_positions:
+        left = facts.max_positions - config.data.max_prompt_length
+        reason = (
+            f"with data.max_prompt_length {config.data.max_prompt_length} a sequence has {config.max_length} tokens, "
+            f"and {folder} was made for {facts.max_positions} (max_position_embeddings)"
+        )
+        remedy = f"at most {left}" if left >= 1 else f"shorten data.max_prompt_length below {facts.max_positions} first"
+        problems.append(Problem("data.max_response_length", str(config.data.max_response_length), reason, remedy))
+    return problems
+
+
+def _missing(path: str) -> str:
+    """What is missing: the file itself, or already its folder."""
+    parent = Path(path).parent
+    if parent.is_dir():
+        return f"there is no such file in {parent}" if str(parent) != "." else f"there is no such file in {Path.cwd()}"
+    return f"there is no folder {parent}"

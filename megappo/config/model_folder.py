@@ -1,0 +1,71 @@
+"""What the cross-checks need to know of a Hugging Face folder, read from its config.json without torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""`model_type`s that megappo builds."""
+
+
+class ModelFolderError(Exception):
+    """The folder is no model that megappo can build; holds the reason and the way out."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes that a layout has to divide, and the positions that the model was made for."""
+
+    model_type: str
+    num_heads: int
+    num_kv_heads: int
+    num_layers: int
+    max_positions: int | None
+
+    def tp_fits(self, tp: int) -> bool:
+        """Whether `tp` ranks can share the heads: equal query heads each, and whole KV heads or equal parts of one."""
+        shares_kv = self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0
+        return self.num_heads % tp == 0 and shares_kv
+
+
+def read_model_facts(folder: str) -> ModelFacts:
+    """The facts of a Hugging Face folder; raises ModelFolderError where there is no model of a known family."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ModelFolderError("there is no such folder", "give a Hugging Face folder with config.json and safetensors")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelFolderError("the folder has no config.json", "give a folder that save_pretrained has written")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelFolderError(f"its config.json is not JSON ({error})", "export the model again") from None
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in FAMILIES:
+        raise ModelFolderError(
+            f"its config.json has model_type {model_type!r}, which megappo does not build",
+            f"the families are {', '.join(FAMILIES)}",
+        )
+    num_heads = _size(config, "num_attention_heads")
+    return ModelFacts(
+        model_type=model_type,
+        num_heads=num_heads,
+        num_kv_heads=_size(config, "num_key_value_heads", default=num_heads),
+        num_layers=_size(config, "num_hidden_layers"),
+        max_positions=config.get("max_position_embeddings"),
+    )
+
+
+def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise ModelFolderError(f"its config.json has {key} {value!r}", "export the model again")
+    return value
