@@ -59,22 +59,29 @@ class ExperienceBatch:
     @classmethod
     def from_samples(cls, samples: Sequence[RolloutSample]) -> ExperienceBatch:
         """Batches trajectories in the order given."""
-        tokens: list[int] = []
-        mask: list[bool] = []
-        log_probs: list[float] = []
-        bounds = [0]
-        for sample in samples:
-            prompt_length = len(sample.prompt.token_ids)
-            tokens += (*sample.prompt.token_ids, *sample.response_ids)
-            mask += [False] * prompt_length + [True] * len(sample.response_ids)
-            log_probs += [0.0] * prompt_length + list(sample.rollout_log_probs)
-            bounds.append(len(tokens))
+        batch = cls.from_sequences(
+            [(*sample.prompt.token_ids, *sample.response_ids) for sample in samples],
+            [len(sample.prompt.token_ids) for sample in samples],
+            [sample.position for sample in samples],
+        )
+        log_probs = [value for sample in samples for value in sample.rollout_log_probs]
+        batch.rollout_log_probs[batch.response_mask] = torch.tensor(log_probs, dtype=torch.float32)
+        return batch
+
+    @classmethod
+    def from_sequences(
+        cls, token_ids: Sequence[Sequence[int]], response_starts: Sequence[int], positions: Sequence[int]
+    ) -> ExperienceBatch:
+        """Batches sequences of any origin: tokens from `response_starts` on are responses, rollout log-probs are 0."""
+        lengths = torch.tensor([len(tokens) for tokens in token_ids], dtype=torch.int64)
+        flat = torch.tensor([token for tokens in token_ids for token in tokens], dtype=torch.int64)
+        mask = [place >= start for tokens, start in zip(token_ids, response_starts, strict=True) for place in range(len(tokens))]
         return cls(
-            token_ids=torch.tensor(tokens, dtype=torch.int64),
+            token_ids=flat,
             response_mask=torch.tensor(mask, dtype=torch.bool),
-            cu_seqlens=torch.tensor(bounds, dtype=torch.int64),
-            positions=torch.tensor([sample.position for sample in samples], dtype=torch.int64),
-            rollout_log_probs=torch.tensor(log_probs, dtype=torch.float32),
+            cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            rollout_log_probs=torch.zeros(len(flat), dtype=torch.float32),
         )
 
     @property

@@ -1,0 +1,120 @@
+"""Megatron's DDP, optimizer and learning-rate schedule around one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megappo.config.optim import OptimConfig
+
+
+class NonFiniteGradient(FloatingPointError):
+    """The gradient norm of a minibatch is NaN or infinite; the weights were not changed."""
+
+
+class Optimizer:
+    """AdamW on the shards of one model, with its gradient buffers and its schedule.
+
+    `total_steps` is the number of optimizer steps of the whole run: where the schedule ends unless configured.
+    """
+
+    def __init__(self, model: GPTModel, config: OptimConfig, total_steps: int) -> None:
+        self.wrapped = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
+            ),
+            model,
+        )
+        model.config.finalize_model_grads_func = _finalize
+        model.config.no_sync_func = self.wrapped.no_sync
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=config.lr, min_lr=config.lr * config.min_lr_ratio, weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
+                params_dtype=model.config.params_dtype, bf16=model.config.params_dtype == torch.bfloat16,
+                use_distributed_optimizer=config.use_distributed_optimizer,
+            ),
+            [self.wrapped],
+            use_gloo_process_groups=False,
+        )  # fmt: skip
+        model.config.grad_scale_func = self._optimizer.scale_loss
+        self._schedule = _schedule(self._optimizer, config, total_steps)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate that the next step uses."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        self.wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def step(self) -> float:
+        """Clips, steps the weights and the schedule; returns the global gradient norm before clipping.
+
+        Raises NonFiniteGradient on every rank alike, before any weight has changed.
+        """
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise NonFiniteGradient(f"the gradient norm is {norm}: no weight was changed")
+        _, _, _ = self._optimizer.step()
+        self._schedule.step(1)
+        return norm
+
+    def sharded_state(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint holds of this optimizer, as Megatron's sharded tensors."""
+        if loading:
+            self._create_state()
+        return {
+            "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata),
+            "schedule": self._schedule.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+
+    def _create_state(self) -> None:
+        """Makes torch AdamW's state before its first step, where loading needs tensors to load into."""
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            inner = getattr(part, "optimizer", None)
+            if not isinstance(inner, torch.optim.Optimizer):
+                continue
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                if not inner.state[param]:
+                    inner.state[param] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Megatron's reductions of gradients over ranks, without its division: losses here have global denominators."""
+    finalize_model_grads(model, None, **options)
+
+
+def _schedule(optimizer: Any, config: OptimConfig, total_steps: int) -> OptimizerParamScheduler:
+    decay_steps = config.lr_decay_steps or total_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.lr * config.min_lr_ratio,
+        lr_warmup_steps=config.lr_warmup_steps,
+        # Megatron wants the decay to end after the warm-up, also where a constant rate has no decay.
+        lr_decay_steps=max(decay_steps, config.lr_warmup_steps + 1),
+        lr_decay_style=config.lr_scheduler_type,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,131 @@
+"""Runs one model over micro-batches with Megatron's schedules: forward passes, and updates with DDP and the optimizer.
+
+What is computed from the model's output is passed in as a function, so that this file knows no role and no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megappo.engines.optimizer import Optimizer
+from megappo.experience.micro import MicroBatch
+from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
+from megappo.parallel.mesh import Mesh
+
+PerToken = Callable[[Tensor, MicroBatch], Tensor]
+"""From the last stage's output ([b, s, vocab / tp] logits or [b, s, 1] values) to one float32 a token, [b, s]."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A micro-batch's share of the global loss, and of each metric in the order of `Loss.metrics`.
+
+    Shares are already divided by global denominators: their sum over micro-batches and data-parallel ranks is the value.
+    """
+
+    loss: Tensor
+    metrics: tuple[Tensor, ...]
+
+
+class Loss(Protocol):
+    """From the last stage's output and the micro-batch to its share of the loss."""
+
+    metrics: tuple[str, ...]
+    """Names of the metrics, needed on the stages that compute no loss too."""
+
+    def __call__(self, output: Tensor, micro: MicroBatch) -> LossTerm: ...
+
+
+class ModelEngine:
+    """A model (this rank's stage) that is only run forward: the reference, and the base of the trained ones."""
+
+    def __init__(self, model: torch.nn.Module, mesh: Mesh) -> None:
+        self.model = model
+        self.mesh = mesh
+        self._schedule = get_forward_backward_func()
+
+    def per_token(self, micros: Sequence[MicroBatch], compute: PerToken) -> Tensor:
+        """Runs `compute` on the output for every micro-batch, without gradients.
+
+        Returns the flat [tokens] float32 results of all micro-batches in order, on the CPU, equal on every rank of the
+        model-parallel group.
+        """
+
+        def collect(output: Tensor, micro: MicroBatch) -> Tensor:
+            return micro.flat(compute(output, micro))
+
+        with torch.no_grad():
+            pieces = self._run(micros, collect, forward_only=True)
+        total = sum(micro.rows.num_tokens for micro in micros)
+        flat = torch.cat(pieces) if self.mesh.is_last_stage else None
+        return broadcast_from_last_stage(flat, self.mesh, (total,), torch.float32).cpu()
+
+    def _run(
+        self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
+    ) -> list[Any]:
+        """One pass of Megatron's schedule; returns what `on_output` gave for each micro-batch (last stage only)."""
+
+        def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(iterator)
+            output = model(micro.token_ids, micro.position_ids, None)
+            # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
+            return output, lambda out, non_loss_data=False: on_output(out, micro)
+
+        return self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(micros),
+            model=[self.model],
+            num_microbatches=len(micros),
+            seq_length=max(micro.length for micro in micros),
+            micro_batch_size=micros[0].num_sequences,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One optimizer step: the loss's metrics (global values), the gradient norm before clipping, the rate used."""
+
+    metrics: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+
+
+class TrainingEngine(ModelEngine):
+    """A model that is trained: the same passes, and updates."""
+
+    def __init__(self, mesh: Mesh, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.wrapped, mesh)
+        self.optimizer = optimizer
+
+    def update(self, micros: Sequence[MicroBatch], loss: Loss) -> UpdateReport:
+        """One optimizer step on a minibatch (this data-parallel rank's part of it)."""
+        metrics = self.accumulate_gradients(micros, loss)
+        learning_rate = self.optimizer.learning_rate
+        return UpdateReport(metrics, self.optimizer.step(), learning_rate)
+
+    def accumulate_gradients(self, micros: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
+        """Forward and backward over the micro-batches, gradients summed over ranks; returns the global metrics."""
+        self.optimizer.zero_grad()
+
+        def share(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+            term = loss(output, micro)
+            assert len(term.metrics) == len(loss.metrics), "a loss gives one value for each of its metrics"
+            values = torch.stack([value.detach().double() for value in term.metrics])
+            # A triple tells the schedule that the loss is normalised: it is neither divided by the number of
+            # micro-batches nor, because the count is 0 and the finalizer drops it, by tokens (megatron-core 0.16-0.19).
+            return term.loss, torch.zeros((), dtype=torch.int, device=output.device), values
+
+        shares = self._run(micros, share, forward_only=False)
+        total = torch.stack(shares).sum(0) if self.mesh.is_last_stage else None
+        if total is not None:
+            total = sum_over(self.mesh.dp_group)(total)
+        total = broadcast_from_last_stage(total, self.mesh, (len(loss.metrics),), torch.float64)
+        return dict(zip(loss.metrics, total.tolist(), strict=True))

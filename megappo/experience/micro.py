@@ -1,0 +1,61 @@
+"""Cutting a batch into the padded pieces that one forward pass takes. Which sequences form a minibatch is decided elsewhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.experience.batch import ExperienceBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of one forward pass, right-padded to `length` tokens (a multiple of the layout's alignment).
+
+    `rows` keeps them flat; `token_ids` [b, length] and `position_ids` [b, length] are what the model takes. Per-token
+    results of the model come back as [b, length] views and leave as flat tensors with `flat`.
+    """
+
+    rows: ExperienceBatch
+    length: int
+    device: torch.device
+
+    @property
+    def num_sequences(self) -> int:
+        return self.rows.num_sequences
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.rows.padded(self.rows.token_ids, self.length).to(self.device)
+
+    @property
+    def position_ids(self) -> Tensor:
+        return torch.arange(self.length, device=self.device).expand(self.num_sequences, -1)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """[b, length] bool; false in the padding."""
+        return self.rows.padded(self.rows.response_mask, self.length).to(self.device)
+
+    def view(self, name: str) -> Tensor:
+        """The per-token field `name` as [b, length] on the model's device, 0 in the padding."""
+        return self.rows.padded(self.rows.get(name), self.length).to(self.device)
+
+    def flat(self, view: Tensor) -> Tensor:
+        """[b, length] → [tokens of these rows], on the model's device."""
+        return view[self.rows.is_token(self.length).to(view.device)]
+
+
+def micro_batches(
+    batch: ExperienceBatch, size: int, *, alignment: int = 1, device: torch.device | None = None
+) -> list[MicroBatch]:
+    """Consecutive micro-batches of `size` sequences (the last may be smaller), each padded to its longest sequence."""
+    return list(_cut(batch, size, alignment, device or torch.device("cpu")))
+
+
+def _cut(batch: ExperienceBatch, size: int, alignment: int, device: torch.device) -> Iterator[MicroBatch]:
+    for start in range(0, batch.num_sequences, size):
+        rows = batch.rows(start, min(start + size, batch.num_sequences))
+        longest = int(rows.lengths.max())
+        yield MicroBatch(rows, max(-(-longest // alignment) * alignment, alignment), device)

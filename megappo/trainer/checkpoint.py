@@ -1,0 +1,222 @@
+"""Checkpoints: Megatron's sharded tensors of every trained role, and the loop's own state.
+
+A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Any layout can
+load what another one saved. Not here: Hugging Face folders (models/import_hf.py, models/export_hf.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from megappo.engines.optimizer import Optimizer
+from megappo.errors import DataError
+from megappo.models.build import ModelSpec
+from megappo.parallel.collectives import all_gather_objects
+from megappo.parallel.mesh import Mesh
+
+MANIFEST = "manifest.json"
+STATE = "trainer.json"
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class SavedRole:
+    """A role's part of a checkpoint: the model's bare stage, and its optimizer where it is trained."""
+
+    model: GPTModel
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What the loop itself needs to go on: JSON values only."""
+
+    step: int
+    data: dict[str, Any]
+    kl_controller: dict[str, Any] | None
+    seed: int
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in `folder`. Every method is a collective over all ranks."""
+
+    def __init__(self, folder: Path, mesh: Mesh, spec: ModelSpec, *, keep: int | None) -> None:
+        self._folder = folder
+        self._mesh = mesh
+        self._spec = spec
+        self._keep = keep
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return latest_checkpoint(self._folder)
+
+    def save(self, roles: Mapping[str, SavedRole], state: LoopState) -> Path:
+        """Writes `step-NNNNNN` and points `latest` to it; returns its path."""
+        target = self._folder / f"step-{state.step:06d}"
+        partial = target.with_name(target.name + ".partial")
+        if self._mesh.is_writer:
+            shutil.rmtree(partial, ignore_errors=True)
+            for name in roles:
+                (partial / name).mkdir(parents=True)
+            (partial / "rng").mkdir()
+        dist.barrier()
+        for name, role in roles.items():
+            dist_checkpointing.save(_role_state(role, loading=False), str(partial / name))
+        torch.save(_rng_state(), partial / "rng" / f"rank-{self._mesh.rank:05d}.pt")
+        if self._mesh.is_writer:
+            (partial / STATE).write_text(json.dumps(asdict(state) | {"model": _signature(self._spec)}, indent=1))
+        dist.barrier()
+        self._seal(partial, target)
+        return target
+
+    def load(self, path: Path, roles: Mapping[str, SavedRole]) -> LoopState:
+        """Loads weights, optimizers and random state from `path`; returns the loop's state.
+
+        Raises DataError for a folder that is no complete checkpoint, is damaged, or is of another model.
+        """
+        saved = read_state(path)
+        _check_same_model(path, saved.pop("model"), self._spec)
+        self._check_files(path)
+        missing = [name for name in roles if not (path / name).is_dir()]
+        if missing:
+            raise DataError(f"{path}: this checkpoint holds no {missing[0]}; resume with the configuration that wrote it")
+        for name, role in roles.items():
+            load_role(path / name, role)
+        rng = path / "rng" / f"rank-{self._mesh.rank:05d}.pt"
+        if rng.exists():  # absent where the layout has more ranks now; sampling noise does not depend on it
+            _restore_rng(torch.load(rng, weights_only=False))
+        return LoopState(**saved)
+
+    def _seal(self, partial: Path, target: Path) -> None:
+        """Checksums the files, each rank its share, then makes the folder appear under its name."""
+        sums = self._checksums(partial, _files(partial))
+        if self._mesh.is_writer:
+            (partial / MANIFEST).write_text(json.dumps(sums, indent=1))
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+            pointer = self._folder / f"{LATEST}.partial"
+            pointer.unlink(missing_ok=True)
+            pointer.symlink_to(target.name)
+            os.replace(pointer, self._folder / LATEST)
+            self._remove_old()
+        dist.barrier()
+
+    def _checksums(self, folder: Path, files: list[str]) -> dict[str, list[int]]:
+        mine = {name: _fingerprint(folder / name) for name in files[self._mesh.rank :: self._mesh.world_size]}
+        return dict(sorted(item for part in all_gather_objects(mine) for item in part.items()))
+
+    def _check_files(self, path: Path) -> None:
+        expected = json.loads((path / MANIFEST).read_text())
+        for name in expected:
+            if not (path / name).exists():
+                raise DataError(f"{path}: the file {name} is missing; resume from another checkpoint")
+        for name, value in self._checksums(path, sorted(expected)).items():
+            if list(value) != expected[name]:
+                raise DataError(f"{path}: the file {name} is damaged; resume from another checkpoint")
+
+    def _remove_old(self) -> None:
+        if self._keep is not None:
+            for old in sorted(self._folder.glob("step-??????"))[: -self._keep]:
+                shutil.rmtree(old)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `folder`/latest points to, or None where there is none."""
+    pointer = folder / LATEST
+    return pointer.resolve() if (pointer / MANIFEST).exists() else None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The JSON state of the checkpoint `path`; DataError where it is no complete checkpoint."""
+    if not (path / MANIFEST).exists():
+        raise DataError(
+            f"{path}: not a complete checkpoint (no {MANIFEST}); name a folder like runs/NAME/checkpoints/step-000010"
+        )
+    state: dict[str, Any] = json.loads((path / STATE).read_text())
+    return state
+
+
+def load_role(folder: Path, role: SavedRole) -> None:
+    """Loads one role's weights, and its optimizer's state where it has an optimizer."""
+    loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
+    role.model.load_state_dict(loaded["model"], strict=False)
+    if role.optimizer is not None:
+        role.optimizer.load_state(loaded)
+
+
+def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
+    metadata = {
+        # Every optimizer tensor in the model's own shape, so that another layout can load it.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {"model": role.model.sharded_state_dict(metadata=metadata)}
+    if role.optimizer is not None:
+        model_state = {"model": role.model.sharded_state_dict(metadata=metadata)}
+        state |= role.optimizer.sharded_state(model_state, loading=loading, metadata=metadata)
+    return state
+
+
+def _signature(spec: ModelSpec) -> dict[str, Any]:
+    """What two models must share to load each other's checkpoints."""
+    shape = spec.shape
+    return {
+        "family": spec.family.name,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def _check_same_model(path: Path, saved: dict[str, Any], spec: ModelSpec) -> None:
+    ours = _signature(spec)
+    differing = [f"{key} {saved.get(key)} there, {value} in {spec.folder}" for key, value in ours.items() if saved.get(key) != value]
+    if differing:
+        raise DataError(f"{path}: a checkpoint of another model ({'; '.join(differing)}); set model.path to that model's folder")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _fingerprint(path: Path) -> list[int]:
+    """[bytes, CRC-32] of a file: against truncation and silent damage, not against an adversary."""
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            crc = zlib.crc32(chunk, crc)
+    return [path.stat().st_size, crc]
+
+
+def _rng_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

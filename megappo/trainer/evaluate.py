@@ -1,0 +1,80 @@
+"""Evaluation: held-out prompts, sampled and scored, each data set by its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megappo.config.rollout import EvaluationSampling
+from megappo.engines.rollout import Progress, SamplingParams
+from megappo.experience.sample import Prompt, RolloutSample
+from megappo.parallel.collectives import sum_over
+from megappo.parallel.mesh import Mesh
+from megappo.workers.reward import RewardWorker, ScoredSamples
+from megappo.workers.rollout import RolloutWorker
+
+# Keeps the noise of evaluations apart from that of training steps, whose streams have one number.
+EVALUATION_STREAM = 0x65766C
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores the policy of the moment on held-out prompts; every rank takes every dp-th prompt."""
+
+    mesh: Mesh
+    sets: Mapping[str, Sequence[Prompt]]
+    rollout: RolloutWorker
+    reward: RewardWorker
+    config: EvaluationSampling
+    sampling: SamplingParams
+
+    def run(self, progress: Progress | None = None) -> dict[str, float]:
+        """`eval/<set>/{reward,response_length}` and, where rule rewards say what is right, `exact_match` and `pass_at_k`.
+
+        `exact_match` is the share of responses that are right, `pass_at_k` the share of prompts with a right one among
+        their n responses (k = n). A collective call; the same values on every rank.
+        """
+        metrics: dict[str, float] = {}
+        for index, (name, prompts) in enumerate(self.sets.items()):
+            samples, scored = self._sample(prompts, index, progress)
+            metrics |= {f"eval/{name}/{key}": value for key, value in self._summary(samples, scored, len(prompts)).items()}
+        return metrics
+
+    def _sample(
+        self, prompts: Sequence[Prompt], index: int, progress: Progress | None
+    ) -> tuple[list[RolloutSample], ScoredSamples]:
+        n = self.config.n
+        mine = range(self.mesh.dp_rank, len(prompts), self.mesh.dp)
+        positions = [prompt * n + sample for prompt in mine for sample in range(n)]
+        samples = self.rollout.sample(prompts, positions, self.sampling, n, (EVALUATION_STREAM, index), progress)
+        return samples, self.reward.score(samples)
+
+    def _summary(self, samples: list[RolloutSample], scored: ScoredSamples, num_prompts: int) -> dict[str, float]:
+        n = self.config.n
+        right = scored.right
+        solved = sum(any(right[start : start + n]) for start in range(0, len(right), n)) if right is not None else 0
+        local = torch.tensor(
+            [sum(scored.scores), sum(len(sample.response_ids) for sample in samples), sum(right or ()), solved],
+            dtype=torch.float64,
+            device=self.mesh.device,
+        )
+        reward, length, correct, passed = sum_over(self.mesh.dp_group)(local).tolist()
+        summary = {"reward": reward / (num_prompts * n), "response_length": length / (num_prompts * n)}
+        if right is not None:
+            summary |= {"exact_match": correct / (num_prompts * n), "pass_at_k": passed / num_prompts}
+        return summary
+
+
+def evaluation_sampling(config: EvaluationSampling, training: SamplingParams) -> SamplingParams:
+    """The sampling of an evaluation: its own temperature and truncation, the training's stop conditions and lengths."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        max_tokens=training.max_tokens,
+        stop=training.stop,
+        stop_token_ids=training.stop_token_ids,
+        ignore_eos=training.ignore_eos,
+    )

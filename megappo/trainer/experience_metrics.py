@@ -1,0 +1,137 @@
+"""Metrics of a step's experience, over the global batch: rewards, KL, lengths, rollout against trainer log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megappo.experience.batch import ExperienceBatch
+from megappo.parallel.collectives import max_over, sum_over
+from megappo.parallel.mesh import Mesh
+from megappo.rewards.score import ScoredBatch
+
+
+@dataclass
+class _Reductions:
+    """Named means and maxima over all data-parallel ranks, reduced in two collectives."""
+
+    mesh: Mesh
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def mean(self, name: str, values: Tensor) -> None:
+        self.sums[name] = (float(values.double().sum()), float(values.numel()))
+
+    def total(self, name: str, value: float) -> None:
+        """A sum; every rank but the first counts nothing in the denominator, which is then 1."""
+        self.sums[name] = (value, 1.0 if self.mesh.dp_rank == 0 else 0.0)
+
+    def maximum(self, name: str, values: Tensor) -> None:
+        self.maxima[name] = float(values.max()) if values.numel() else float("-inf")
+
+    def minimum(self, name: str, values: Tensor) -> None:
+        self.maxima["-" + name] = float((-values).max()) if values.numel() else float("-inf")
+
+    def reduced(self) -> dict[str, float]:
+        device = self.mesh.device
+        pairs = sum_over(self.mesh.dp_group)(torch.tensor(list(self.sums.values()), dtype=torch.float64, device=device))
+        peaks = max_over(self.mesh.dp_group)(torch.tensor(list(self.maxima.values()), dtype=torch.float64, device=device))
+        means = {name: (float(total / count) if count else 0.0) for name, (total, count) in zip(self.sums, pairs, strict=True)}
+        for name, peak in zip(self.maxima, peaks.tolist(), strict=True):
+            means[name.removeprefix("-")] = -peak if name.startswith("-") else peak
+        return means
+
+
+def sequence_sums(batch: ExperienceBatch, per_token: Tensor) -> Tensor:
+    """[B] sums over each sequence's response tokens; what stands at masked places is not read."""
+    values = torch.where(batch.response_mask, per_token, 0.0)
+    owner = torch.repeat_interleave(torch.arange(batch.num_sequences), batch.lengths)
+    return torch.zeros(batch.num_sequences, dtype=torch.float64).index_add(0, owner, values.double())
+
+
+def sequence_means(batch: ExperienceBatch, per_token: Tensor) -> Tensor:
+    """[sequences with a response] means over response tokens."""
+    lengths = response_lengths(batch)
+    return (sequence_sums(batch, per_token) / lengths.clamp(min=1))[lengths > 0]
+
+
+def response_lengths(batch: ExperienceBatch) -> Tensor:
+    """[B] response tokens of each sequence."""
+    return sequence_sums(batch, batch.response_mask.double()).long()
+
+
+def sequence_mean(batch: ExperienceBatch, per_token: Tensor, mesh: Mesh) -> tuple[float, int]:
+    """(mean over sequences of the per-sequence mean, number of sequences), over the global batch.
+
+    Sequences without a response have no mean and count only in the number.
+    """
+    means = sequence_means(batch, per_token)
+    local = torch.tensor([float(means.sum()), len(means), batch.num_sequences], dtype=torch.float64, device=mesh.device)
+    total, counted, sequences = sum_over(mesh.dp_group)(local).tolist()
+    return (total / counted if counted else 0.0), int(sequences)
+
+
+def experience_metrics(
+    batch: ExperienceBatch, scored: ScoredBatch, mesh: Mesh, *, max_response_length: int
+) -> dict[str, float]:
+    """All metrics of SEMANTICS §8 that describe a step's experience, equal on every rank."""
+    out = _Reductions(mesh)
+    _add_lengths(out, batch, max_response_length)
+    _add_rewards(out, batch, scored)
+    _add_mismatch(out, batch)
+    if batch.ref_log_probs is not None:
+        k1 = sequence_means(batch, batch.get("old_log_probs") - batch.ref_log_probs)
+        out.mean("kl/mean", k1)
+        out.maximum("kl/max", k1)
+    metrics = out.reduced()
+    return _with_effective_sample_size(metrics)
+
+
+def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
+    responses = response_lengths(batch).double()
+    prompts = batch.lengths - responses
+    out.mean("response_length/mean", responses)
+    out.maximum("response_length/max", responses)
+    out.minimum("response_length/min", responses)
+    out.mean("response_length/clip_ratio", (responses >= limit).double())
+    out.total("response_length/zero", float((responses == 0).sum()))
+    out.mean("prompt_length/mean", prompts)
+    out.maximum("prompt_length/max", prompts)
+
+
+def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch) -> None:
+    rewards = sequence_sums(batch, batch.get("token_rewards"))
+    scores = batch.get("scores").double()
+    out.mean("reward/score", scores)
+    out.mean("reward/token_reward", rewards)
+    # What the KL penalty took off: a response of length 0 has neither.
+    out.mean("reward/kl_penalty", torch.where(response_lengths(batch) > 0, scores - rewards, 0.0))
+    for name, values in scored.parts.items():
+        out.mean(f"reward/parts/{name}", torch.tensor(values, dtype=torch.float64))
+    out.total("reward/failed", float(len(scored.failed)))
+
+
+def _add_mismatch(out: _Reductions, batch: ExperienceBatch) -> None:
+    """d = old − rollout log-prob on response tokens: |d|, k1, k3 and the weights' moments (SEMANTICS §4)."""
+    difference = (batch.get("old_log_probs") - batch.rollout_log_probs)[batch.response_mask].double()
+    weights = difference.exp()
+    out.mean("rollout/log_prob_diff_mean", difference.abs())
+    out.maximum("rollout/log_prob_diff_max", difference.abs())
+    out.mean("rollout/k1", -difference)
+    out.mean("rollout/k3", weights - 1 - difference)
+    out.mean("rollout/weight", weights)
+    out.mean("rollout/weight_squared", weights**2)
+
+
+def _with_effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """Replaces the weights' moments by ESS = (Σw)² / (N Σw²)."""
+    weight, squared = metrics.pop("rollout/weight"), metrics.pop("rollout/weight_squared")
+    return metrics | {"rollout/ess": weight**2 / squared if squared else 0.0}
+
+
+def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over a step's optimizer steps."""
+    return {name: sum(metrics[name] for metrics in steps) / len(steps) for name in (steps[0] if steps else {})}

@@ -1,0 +1,62 @@
+"""Builds the models of a run: spec and weights from Hugging Face folders, engines around them. Nothing else builds one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.optim import OptimConfig
+from megappo.engines.optimizer import Optimizer
+from megappo.engines.training import ModelEngine, TrainingEngine
+from megappo.models.build import ModelSpec, build_model, read_model
+from megappo.models.import_hf import import_hf
+from megappo.models.weight_map import Head
+from megappo.parallel.mesh import Mesh
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TrainedRole:
+    """A trained model: its engine, and the bare stage that checkpoints and exports read."""
+
+    engine: TrainingEngine
+    model: GPTModel
+
+
+@dataclass(frozen=True)
+class RoleBuilder:
+    """Builds the models of one experiment on one mesh. Every method is a collective over all ranks."""
+
+    config: ExperimentConfig
+    mesh: Mesh
+
+    def spec(self) -> ModelSpec:
+        return read_model(Path(self.config.model.path))
+
+    def actor(self, total_steps: int) -> TrainedRole:
+        return self._trained(self.config.model.path, "lm", self.config.actor.optim, total_steps)
+
+    def critic(self, total_steps: int) -> TrainedRole:
+        path = self.config.critic.path or self.config.model.path
+        return self._trained(path, "value", self.config.critic.optim, total_steps)
+
+    def reference(self) -> ModelEngine:
+        model = self._model(self.config.ref.path or self.config.model.path, "lm")
+        return ModelEngine(model.requires_grad_(False), self.mesh)
+
+    def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int) -> TrainedRole:
+        model = self._model(path, head)
+        return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
+
+    def _model(self, path: str, head: Head) -> GPTModel:
+        spec = read_model(Path(path))
+        model = build_model(
+            spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head
+        )
+        import_hf(model, spec, self.mesh)
+        return model

@@ -1,0 +1,92 @@
+"""The critic: values of the states before response tokens, and their update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megappo.algorithms.aggregate import Denominators, aggregate
+from megappo.algorithms.losses import value_loss
+from megappo.config.actor import CriticConfig
+from megappo.engines.training import LossTerm, TrainingEngine
+from megappo.experience.batch import ExperienceBatch
+from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.workers.policy import global_denominators, values_at_tokens
+
+
+class CriticWorker:
+    """Fills `values`, and fits them to `returns`."""
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: CriticConfig,
+        *,
+        micro_batch_size: int,
+        forward_micro_batch_size: int,
+        scale_length: int,
+    ) -> None:
+        self.engine = engine
+        self._config = config
+        self._micro_batch_size = micro_batch_size
+        self._forward_micro_batch_size = forward_micro_batch_size
+        self._scale_length = scale_length
+
+    def fill_values(self, batch: ExperienceBatch) -> ExperienceBatch:
+        micros = self._cut(batch, self._forward_micro_batch_size)
+        return batch.fill(values=self.engine.per_token(micros, values_at_tokens))
+
+    def update(self, minibatch: ExperienceBatch) -> dict[str, float]:
+        """One optimizer step; returns the metrics `critic/…` of the global minibatch."""
+        micros = self._cut(minibatch, self._micro_batch_size)
+        denominators = global_denominators(minibatch, self.engine.mesh)
+        report = self.engine.update(micros, CriticLoss(self._config, denominators, self._scale_length))
+        metrics = {name: value for name, value in report.metrics.items() if name.startswith("critic/")}
+        metrics["critic/vf_explained_var"] = _explained_variance(report.metrics)
+        return metrics | {"critic/grad_norm": report.grad_norm, "critic/lr": report.learning_rate}
+
+    def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:
+        mesh = self.engine.mesh
+        return micro_batches(batch, size, alignment=mesh.sequence_alignment, device=mesh.device)
+
+
+class CriticLoss:
+    """½ · the clipped squared error of the values (SEMANTICS: value loss), and what the metrics need."""
+
+    metrics = (
+        "critic/vf_loss",
+        "critic/vf_clipfrac",
+        "critic/vpred_mean",
+        "moment/returns",
+        "moment/returns_squared",
+        "moment/error",
+        "moment/error_squared",
+    )
+
+    def __init__(self, config: CriticConfig, denominators: Denominators, scale_length: int) -> None:
+        self._config = config
+        self._denominators = denominators
+        self._scale_length = scale_length
+
+    def __call__(self, output: Tensor, micro: MicroBatch) -> LossTerm:
+        """`output` [b, s, 1] of the value head."""
+        mask, returns = micro.response_mask, micro.view("returns")
+        values = values_at_tokens(output, micro)
+        terms = value_loss(values, micro.view("values"), returns, mask, self._config.cliprange_value)
+        loss = aggregate(
+            terms.per_token, mask, self._config.loss_agg_mode, self._denominators, scale_length=self._scale_length
+        )
+
+        def token_mean(per_token: Tensor) -> Tensor:
+            return aggregate(per_token.float(), mask, "token-mean", self._denominators)
+
+        error = returns - values.detach()
+        moments = (values, returns, returns**2, error, error**2)
+        return LossTerm(loss, (loss, token_mean(terms.clipped), *map(token_mean, moments)))
+
+
+def _explained_variance(moments: dict[str, float]) -> float:
+    """1 − Var(returns − values) / Var(returns) over the response tokens; NaN-free: 0 where returns don't vary."""
+    variance = moments["moment/returns_squared"] - moments["moment/returns"] ** 2
+    residual = moments["moment/error_squared"] - moments["moment/error"] ** 2
+    return 1.0 - residual / variance if variance > torch.finfo(torch.float32).eps else 0.0
