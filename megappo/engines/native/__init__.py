@@ -1,0 +1,1 @@
+"""The parts of the native rollout engine (one folder up): schedule, cache, attention, module swaps, drawing."""

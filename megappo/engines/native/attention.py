@@ -1,0 +1,76 @@
+"""Attention over the key-value cache, in the place of a layer's `core_attention`. The rest stays Megatron's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megappo.engines.native.cache import KVCache
+from megappo.engines.native.tokens import PrefillTokens, StepTokens
+
+
+class CurrentStep:
+    """The step that the swapped modules compute: set before each forward, read by every layer."""
+
+    def __init__(self) -> None:
+        self._tokens: StepTokens | None = None
+
+    @property
+    def tokens(self) -> StepTokens:
+        assert self._tokens is not None, "a decoding module ran outside of a step"
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: StepTokens) -> None:
+        self._tokens = tokens
+
+
+class CachedAttention(nn.Module):
+    """Causal attention of a step's tokens to the cached positions of their own sequences.
+
+    Called like Megatron's core attention: query [T, 1, heads, head_dim], key and value [T, 1, kv heads, head_dim]
+    (this rank's heads, RoPE applied) → [T, 1, heads · head_dim]. Rows of padding are 0.
+    """
+
+    def __init__(self, layer: int, cache: KVCache, step: CurrentStep, softmax_scale: float | None) -> None:
+        super().__init__()
+        self._layer = layer
+        self._cache = cache
+        self._step = step
+        self._scale = softmax_scale  # None: 1 / sqrt(head_dim)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        tokens = self._step.tokens
+        num_tokens, num_decoding = tokens.num_tokens, tokens.num_decoding
+        self._cache.write(
+            self._layer, tokens.slots, tokens.positions[:num_tokens], key[:num_tokens, 0], value[:num_tokens, 0]
+        )
+        parts = []
+        if num_decoding:
+            parts.append(self._decode(query[:num_decoding, 0], tokens))
+        if tokens.prefill is not None:
+            parts.append(self._prefill(query[num_decoding:num_tokens, 0], tokens.prefill))
+        if len(query) > num_tokens:
+            parts.append(query.new_zeros(len(query) - num_tokens, *query.shape[2:]))
+        return torch.cat(parts).flatten(1)[:, None]
+
+    def _decode(self, query: Tensor, tokens: StepTokens) -> Tensor:
+        """One token of each of the first slots: [n, heads, head_dim] → the same."""
+        key, value = self._cache.layers[self._layer][:, : tokens.num_decoding, :, : tokens.longest_decoding]
+        # The query heads that share a KV head take the place of the query positions: nothing is repeated.
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=tokens.is_visible, scale=self._scale)
+        return mixed.flatten(1, 2)
+
+    def _prefill(self, query: Tensor, prefill: PrefillTokens) -> Tensor:
+        """Whole prompts: [prompt tokens, heads, head_dim] → the same. Right-padded, so that causal is all the mask."""
+        slots = slice(prefill.first_slot, prefill.first_slot + prefill.num_prompts)
+        num_heads = query.shape[1]
+        padded = query.new_zeros(prefill.num_prompts, num_heads, prefill.longest, query.shape[2])
+        padded[prefill.prompts, :, prefill.positions] = query
+        key, value = (
+            # Repeated for the query heads by hand: `enable_gqa` falls back to a quadratic kernel outside of flash.
+            part[slots, :, : prefill.longest].repeat_interleave(num_heads // part.shape[1], dim=1)
+            for part in self._cache.layers[self._layer]
+        )
+        mixed = F.scaled_dot_product_attention(padded, key, value, is_causal=True, scale=self._scale)
+        return mixed[prefill.prompts, :, prefill.positions]

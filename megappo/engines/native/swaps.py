@@ -1,0 +1,88 @@
+"""The three kinds of modules that a GPTModel decodes with, and the context that puts them in and takes them out again.
+
+Written for `GPTModel` of megatron-core 0.16.1 and 0.19.2, whose `forward` asks `rotary_pos_emb` for a table by length
+and calls `output_layer(hidden, weight=…, runtime_gather_output=…)`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+
+from megappo.engines.native.attention import CachedAttention, CurrentStep
+from megappo.engines.native.cache import KVCache
+
+
+class PositionRows(nn.Module):
+    """RoPE angles of the step's tokens, [T, 1, 1, rotary dim], in the place of a table by position in the batch."""
+
+    def __init__(self, rotary: nn.Module, max_length: int, step: CurrentStep) -> None:
+        super().__init__()
+        self._table: Tensor = rotary.get_emb(max_length)  # type: ignore[operator]
+        self._step = step
+
+    def get_rotary_seq_len(self, *_: object, **__: object) -> int:
+        """Asked by GPTModel, which hands the answer to `forward`."""
+        return len(self._step.tokens.positions)
+
+    def forward(self, length: int, **_: object) -> Tensor:
+        return self._table[self._step.tokens.positions]
+
+
+class LogitRows(nn.Module):
+    """The output layer, for the rows that draw a token: hidden [T or T / tp, 1, H] → [rows, 1, vocabulary / tp]."""
+
+    def __init__(self, output_layer: nn.Module, step: CurrentStep) -> None:
+        super().__init__()
+        self._output_layer = output_layer
+        self._step = step
+
+    @property
+    def weight(self) -> Tensor:
+        """Read by GPTModel where the embedding is tied and lives on another pipeline stage."""
+        return self._output_layer.weight  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        if self._output_layer.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self._output_layer.tp_group)
+        rows = hidden[self._step.tokens.logit_rows]
+        return F.linear(rows, self.weight if weight is None else weight), None
+
+
+@contextmanager
+def decoding(model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep) -> Iterator[None]:
+    """While inside, `model` computes steps on `cache`, in evaluation mode and without gradients; afterwards, also after
+    an error, it is as it was. `max_length` is the longest sequence, in tokens."""
+    # no_grad and not inference_mode: tensors that Megatron caches on the way are used in training afterwards.
+    swaps = _swaps(model, cache, max_length, step)
+    originals = [(parent, name, getattr(parent, name)) for parent, name, _ in swaps]
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        for parent, name, replacement in swaps:
+            setattr(parent, name, replacement)
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for parent, name, original in originals:
+            setattr(parent, name, original)
+        for module in in_training:
+            module.training = True
+
+
+def _swaps(
+    model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, attribute, module that takes its place)."""
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [
+        (layer.self_attention, "core_attention", CachedAttention(number, cache, step, model.config.softmax_scale))
+        for number, layer in enumerate(model.decoder.layers)
+    ]
+    swaps.append((model, "rotary_pos_emb", PositionRows(model.rotary_pos_emb, max_length, step)))
+    if model.post_process:
+        swaps.append((model, "output_layer", LogitRows(model.output_layer, step)))
+    return swaps
