@@ -13,7 +13,7 @@ from megappo.algorithms.masked import keep
 
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The estimator `name` (`kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`) of each token: float32, [B, T] or any shape.
+    """The estimator `name` (`kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`) per token: float32, any shape.
 
     A trailing `+` is the straight-through form: the value of the named estimator with the gradient of k2, whose
     expectation is the gradient of the reverse KL. Log-probs are in nats. With `mask`, masked places are never read:

@@ -1,0 +1,205 @@
+"""Rows of a data set: JSONL, JSON, Parquet, folders saved by `datasets`, the hub. What they mean is in `prompts.py`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megappo.errors import DataError
+
+HUB_PREFIX = "hub:"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: its columns, its number from 0, and where it stands (`file:line`, or `file, row N`) for messages."""
+
+    columns: Mapping[str, Any]
+    index: int
+    place: str
+
+    def get(self, key: str, setting: str) -> Any:
+        """The column `key`; `setting` is the YAML path that names it. Raises DataError where it is missing or null."""
+        if key not in self.columns:
+            raise DataError(
+                f"{self.place}: no column {key!r}; the columns are {', '.join(map(repr, self.columns)) or 'none'}"
+                f"{_nearest(key, self.columns, setting)}"
+            )
+        value = self.columns[key]
+        if value is None:
+            raise DataError(f"{self.place}: column {key!r} is null; remove the row or give it a value")
+        return value
+
+
+def source_name(spec: str) -> str:
+    """Short name of a data set for metrics: the file's stem, or the hub name's last part."""
+    if spec.startswith(HUB_PREFIX):
+        name, _, _ = _parse_hub(spec)
+        return name.rsplit("/", 1)[-1]
+    return Path(_split_folder(spec)[0]).stem
+
+
+def read_rows(spec: str, limit: int | None = None) -> list[Row]:
+    """The first `limit` rows (all where None) of a file, a folder, or `hub:NAME[:CONFIG][@SPLIT]`.
+
+    Raises DataError with file and line where something can't be read, and where there is no row at all.
+    """
+    rows = list(islice(_open(spec), limit))
+    if not rows:
+        raise DataError(f"{spec}: no rows; a data set needs at least one")
+    return rows
+
+
+def _open(spec: str) -> Iterator[Row]:
+    if spec.startswith(HUB_PREFIX):
+        return _hub_rows(spec)
+    path = Path(_split_folder(spec)[0])
+    if path.is_dir():
+        return _folder_rows(spec)
+    if not path.exists():
+        raise DataError(f"{spec}: no such file or folder (looked in {Path.cwd()}){_nearest_file(path)}")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{spec}: can't read {path.suffix!r} files; use {', '.join(_READERS)} or a folder saved by `datasets`"
+        )
+    return reader(path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    index = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            columns = _parse_json(line, f"{path}:{number}")
+            if not isinstance(columns, dict):
+                raise DataError(f"{path}:{number}: a row is a JSON object, this is {_kind(columns)}")
+            yield Row(columns, index, f"{path}:{number}")
+            index += 1
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    """A JSON array of objects; a `.json` file that starts otherwise is read as JSONL, which many are."""
+    content = path.read_bytes()
+    if not content.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        yield from _jsonl_rows(path)
+        return
+    for index, columns in enumerate(_parse_json(content, str(path))):
+        if not isinstance(columns, dict):
+            raise DataError(f"{path}, row {index}: a row is a JSON object, this is {_kind(columns)}")
+        yield Row(columns, index, f"{path}, row {index}")
+
+
+def _parse_json(content: bytes, place: str) -> Any:
+    try:
+        # Some editors begin a UTF-8 file with a byte-order mark, which is no JSON.
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 text (byte {error.start}: {error.reason})") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{place}: not JSON at {where}: {error.msg}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=1024)
+            rows = (columns for batch in batches for columns in batch.to_pylist())
+            yield from _numbered(rows, str(path))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".parquet": _parquet_rows,
+}
+
+
+def _folder_rows(spec: str) -> Iterator[Row]:
+    """A folder of `Dataset.save_to_disk`, or `FOLDER@SPLIT` of a `DatasetDict` with several splits."""
+    import datasets
+
+    folder, split = _split_folder(spec)
+    try:
+        loaded = datasets.load_from_disk(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{folder}: no data set saved by `datasets` (save_to_disk): {_first_line(error)}; name a file in it instead"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split is None and len(loaded) == 1:
+            split = next(iter(loaded))
+        if split not in loaded:
+            choices = ", ".join(f"{folder}@{name}" for name in loaded)
+            raise DataError(f"{spec}: the folder holds several splits, name one: {choices}")
+        loaded = loaded[split]
+    yield from _numbered(iter(loaded), folder)
+
+
+def _hub_rows(spec: str) -> Iterator[Row]:
+    import datasets
+
+    name, config, split = _parse_hub(spec)
+    try:
+        loaded = datasets.load_dataset(name, config, split=split)
+    # The hub's clients raise OSError (network, offline, not found) and ValueError (no such configuration or split).
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{spec}: can't load it from the hub: {_first_line(error)}; without a network, download it elsewhere "
+            "and name a JSONL or Parquet file"
+        ) from error
+    yield from _numbered(iter(loaded), spec)
+
+
+def _parse_hub(spec: str) -> tuple[str, str | None, str]:
+    """`hub:NAME[:CONFIG][@SPLIT]` → (name, configuration, split); the split is `train` where none is named."""
+    rest, _, split = spec.removeprefix(HUB_PREFIX).partition("@")
+    name, _, config = rest.partition(":")
+    if not name:
+        raise DataError(f"{spec}: no data set is named; write {HUB_PREFIX}NAME[:CONFIG][@SPLIT]")
+    return name, config or None, split or "train"
+
+
+def _split_folder(spec: str) -> tuple[str, str | None]:
+    """`FOLDER@SPLIT` → (folder, split), unless a path with that very name exists."""
+    if Path(spec).exists() or "@" not in spec:
+        return spec, None
+    folder, _, split = spec.rpartition("@")
+    return folder, split
+
+
+def _numbered(rows: Iterator[Mapping[str, Any]], place: str) -> Iterator[Row]:
+    for index, columns in enumerate(rows):
+        yield Row(columns, index, f"{place}, row {index}")
+
+
+def _nearest(key: str, columns: Mapping[str, Any], setting: str) -> str:
+    close = difflib.get_close_matches(key, columns, n=1, cutoff=0.5)
+    return f"; set {setting}={close[0] if close else 'one of them'}" if columns else ""
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; the folder {str(path.parent)!r} does not exist either"
+    close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1, cutoff=0.5)
+    return f"; did you mean {str(path.parent / close[0])!r}?" if close else ""
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

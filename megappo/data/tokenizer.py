@@ -1,0 +1,125 @@
+"""The tokenizer of a run: a thin, typed face of a Hugging Face tokenizer. Prompts are in `prompts.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from megappo.errors import DataError
+
+HUB_PREFIX = "hub:"
+
+
+class Message(TypedDict):
+    """One turn of a chat, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    `eos_ids` are all tokens that end a response, the tokenizer's own first; `pad_id` is the end token where the
+    tokenizer has no padding of its own.
+    """
+
+    def __init__(self, backend: Any, eos_ids: tuple[int, ...], pad_id: int) -> None:
+        self._backend = backend
+        self.eos_ids = eos_ids
+        self.pad_id = pad_id
+
+    @property
+    def eos_id(self) -> int:
+        """The end token that supervised targets get."""
+        return self.eos_ids[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added ones included."""
+        return len(self._backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._backend.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens`, what the tokenizer adds of its own around a text."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of many texts, faster than one by one."""
+        if not texts:
+            return []
+        encoded: list[list[int]] = self._backend(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        return encoded
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The chat as text, ready for the assistant's turn; `encode` it without special tokens, it holds its own.
+
+        Raises DataError with the template's own words where it refuses the messages.
+        """
+        from jinja2.exceptions import TemplateError
+
+        try:
+            text: str = self._backend.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(f"the chat template refuses messages with the roles [{roles}]: {error}") from error
+        return text
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the tokenizer's own files into a Hugging Face folder."""
+        self._backend.save_pretrained(str(folder))
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or of `hub:ORG/NAME`; only the latter may reach the network.
+
+    Raises DataError where there is none, or where it has no end-of-sequence token.
+    """
+    # Seconds to import, and most commands need no tokenizer.
+    from transformers import AutoTokenizer
+
+    name = str(folder)
+    from_hub = name.startswith(HUB_PREFIX)
+    if not from_hub and not Path(name).is_dir():
+        raise DataError(
+            f"tokenizer folder {name!r} does not exist (looked in {Path.cwd()}); give a Hugging Face folder with "
+            f"tokenizer.json or tokenizer.model, or {HUB_PREFIX}ORG/NAME"
+        )
+    try:
+        backend = AutoTokenizer.from_pretrained(name.removeprefix(HUB_PREFIX), local_files_only=not from_hub)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        where = "on the hub" if from_hub else "in the folder"
+        raise DataError(f"no usable tokenizer {where} {name!r}: {_first_line(error)}") from error
+    eos_ids = _end_tokens(backend.eos_token_id, None if from_hub else Path(name))
+    if not eos_ids:
+        raise DataError(f"the tokenizer {name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")
+    pad_id = eos_ids[0] if backend.pad_token_id is None else int(backend.pad_token_id)
+    return Tokenizer(backend, eos_ids, pad_id)
+
+
+def _end_tokens(own: int | None, folder: Path | None) -> tuple[int, ...]:
+    """The tokenizer's end token, then those of generation_config.json: chat models often end turns with another one."""
+    ids = [] if own is None else [own]
+    generation_config = folder / "generation_config.json" if folder else None
+    if generation_config and generation_config.is_file():
+        try:
+            more = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
+        except json.JSONDecodeError as error:
+            raise DataError(f"{generation_config}:{error.lineno}: not JSON: {error.msg}") from error
+        ids += [more] if isinstance(more, int) else (more or [])
+    return tuple(dict.fromkeys(ids))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
