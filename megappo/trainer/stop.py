@@ -17,6 +17,8 @@ class StopSignal:
         self._seen = False
         for number in self.SIGNALS:
             signal.signal(number, self._remember)
+        # `launcher/rank.py` holds them back until now, so that one during start-up is kept and not deadly.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.SIGNALS)
 
     def requested(self) -> bool:
         """Whether any rank was asked to stop; the same answer on every rank. A collective call."""
