@@ -1,0 +1,62 @@
+"""Reading a Hugging Face folder's architecture, and whether a layout can hold it. Imports no torch, reads no weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.config.layout import LayoutConfig
+from megappo.errors import ConfigError, DataError
+from megappo.models.families import FAMILIES
+from megappo.models.families.base import Family, ModelShape
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as its Hugging Face folder describes it."""
+
+    family: Family
+    shape: ModelShape
+    folder: Path
+    hf_config: dict[str, Any]
+
+
+def read_model(folder: str | Path) -> ModelSpec:
+    """Reads `folder/config.json`. DataError where there is none, ConfigError for a model that megappo can't build."""
+    folder = Path(folder)
+    file = folder / "config.json"
+    if not file.is_file():
+        reason = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+        raise DataError(f"{folder}: {reason}; give the path of a Hugging Face model folder")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file}:{error.lineno}: not JSON ({error.msg}); copy the file again from its source") from error
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise ConfigError(f"{file}: model_type is {config.get('model_type')!r}; supported: {', '.join(sorted(FAMILIES))}")
+    try:
+        shape = family.shape(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("config.json", str(file), 1)) from error
+    return ModelSpec(family, shape, folder, config)
+
+
+def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
+    """ConfigError, with the sizes that would do, where tp or pp does not divide the model."""
+    if not _tp_fits(shape, layout.tp):
+        valid = [str(tp) for tp in range(1, shape.num_heads + 1) if _tp_fits(shape, tp)]
+        raise ConfigError(
+            f"layout.tp: {layout.tp} does not divide this model's {shape.num_heads} attention heads, {shape.num_kv_heads} KV "
+            f"heads (or is no multiple of them) and {shape.ffn_size} feed-forward rows; possible: {', '.join(valid)}"
+        )
+    if shape.num_layers % layout.pp:
+        valid = [str(pp) for pp in range(1, shape.num_layers + 1) if shape.num_layers % pp == 0]
+        raise ConfigError(
+            f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; possible: {', '.join(valid)}"
+        )
+
+
+def _tp_fits(shape: ModelShape, tp: int) -> bool:
+    kv_fits = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
+    return shape.num_heads % tp == 0 and kv_fits and shape.ffn_size % tp == 0

@@ -1,0 +1,106 @@
+"""Builds a model's stage on Megatron: the only file that constructs GPTModel. Weights come from `import_hf.py`."""
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+import math
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megappo.config.layout import LayoutConfig
+from megappo.models.architecture import ModelSpec, check_layout, read_model
+from megappo.models.families.base import Llama3RopeScaling, ModelShape
+from megappo.models.heads import ValueHead
+from megappo.models.spec import Layers, block_spec
+from megappo.models.weight_map import Head, padded_vocab_size
+from megappo.parallel.mesh import Mesh
+
+__all__ = ["ModelSpec", "build_model", "read_model"]
+
+
+def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head) -> GPTModel:
+    """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
+
+    `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded vocab / tp]`
+    in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden states, whose input comes through `set_input_tensor`.
+    A value model is untied. Raises ConfigError where the layout does not divide the model, or `layers` is missing here.
+    """
+    shape = spec.shape
+    check_layout(shape, LayoutConfig(tp=mesh.tp, pp=mesh.pp, sequence_parallel=mesh.sequence_parallel))
+    config = transformer_config(shape, mesh, dtype)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(layers, num_layers=shape.num_layers // mesh.pp, qk_norm=shape.qk_norm),
+        vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
+        max_sequence_length=shape.max_positions,
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied and head == "lm",
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    if shape.rope_scaling is not None:
+        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    if head == "value" and mesh.is_last_stage:
+        model.output_layer = ValueHead(
+            shape.hidden_size,
+            dtype=dtype,
+            device=mesh.device,
+            sequence_parallel=mesh.sequence_parallel,
+            tp_group=mesh.tp_group,
+        )
+    return model
+
+
+def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of a dense decoder without dropout."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        sequence_parallel=mesh.sequence_parallel,
+        variable_seq_lengths=mesh.pp > 1,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=runtime.on_cpu,
+        perform_initialization=False,
+        # Fusions that need Apex or TE, or compile kernels, for layers that TE fuses anyway.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
+    """[head_dim / 2] inverse wavelengths, radians a token, scaled as in Llama 3.1 (its `apply_scaling`).
+
+    Wavelengths over original/low are divided by `factor`, those under original/high kept, the rest blended linearly in
+    original/wavelength.
+    """
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -1,0 +1,135 @@
+"""What a model family is: its shape from a Hugging Face configuration, and its weight map. Imports no torch.
+
+One file a family beside this one; `families/__init__.py` lists them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megappo.errors import ConfigError
+from megappo.models.weight_map import Head, WeightMap
+
+HFConfig = Mapping[str, Any]
+"""The contents of a `config.json`."""
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """The frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, with a ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All sizes and switches of a dense decoder that Megatron and the weight map need; counts, no units."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tied: bool
+    """Input embedding and output layer are one tensor."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class Family(Protocol):
+    """One model family: how its configuration and its tensors are named."""
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` in config.json."""
+        ...
+
+    @property
+    def value_architecture(self) -> str:
+        """Hugging Face class of a model of this family with a one-number head."""
+        ...
+
+    def shape(self, config: HFConfig) -> ModelShape:
+        """Reads config.json; ConfigError for a setting that is not supported."""
+        ...
+
+    def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
+        """Which Hugging Face rows make each Megatron parameter, with the given head."""
+        ...
+
+
+def required(config: HFConfig, key: str) -> Any:
+    """`config[key]`; ConfigError where it is missing or null."""
+    value = config.get(key)
+    if value is None:
+        raise ConfigError(f"config.json: {key} is missing; a {config.get('model_type')} model needs it")
+    return value
+
+
+def refuse_unless(config: HFConfig, key: str, supported: Any) -> None:
+    """ConfigError where `config[key]` is set to something else than the one supported value."""
+    value = config.get(key)
+    if value is not None and value != supported:
+        raise ConfigError(
+            f"config.json: {key} is {value!r}, which megappo's {config.get('model_type')} layers do not compute; "
+            f"supported: {supported!r}"
+        )
+
+
+def read_rope(config: HFConfig) -> tuple[float, Llama3RopeScaling | None]:
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = parameters or config.get("rope_scaling") or {}
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ConfigError(f"config.json: RoPE scaling {kind!r} is not supported; supported: 'default', 'llama3'")
+    return float(theta), Llama3RopeScaling(
+        factor=float(required(scaling, "factor")),
+        low_freq_factor=float(required(scaling, "low_freq_factor")),
+        high_freq_factor=float(required(scaling, "high_freq_factor")),
+        original_max_positions=int(required(scaling, "original_max_position_embeddings")),
+    )
+
+
+def read_shape(config: HFConfig, *, qkv_bias: bool, qk_norm: bool, default_tied: bool) -> ModelShape:
+    """The shape from the keys that all families share."""
+    refuse_unless(config, "hidden_act", "silu")
+    num_heads, hidden_size = int(required(config, "num_attention_heads")), int(required(config, "hidden_size"))
+    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+    tied = config.get("tie_word_embeddings")
+    theta, scaling = read_rope(config)
+    return ModelShape(
+        num_layers=int(required(config, "num_hidden_layers")),
+        hidden_size=hidden_size,
+        ffn_size=int(required(config, "intermediate_size")),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        vocab_size=int(required(config, "vocab_size")),
+        max_positions=int(required(config, "max_position_embeddings")),
+        norm_eps=float(required(config, "rms_norm_eps")),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=default_tied if tied is None else bool(tied),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )

@@ -1,0 +1,62 @@
+"""Hugging Face folder → this rank's shard: every rank reads its own slices and nothing else."""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megappo.errors import DataError
+from megappo.models.architecture import ModelSpec
+from megappo.models.heads import ValueHead
+from megappo.models.hf_folder import SafetensorsReader
+from megappo.models.stage_parameters import StageParameter, stage_parameters
+from megappo.models.weight_map import Head, Shape
+from megappo.parallel.mesh import Mesh
+
+
+def head_of(model: nn.Module, mesh: Mesh) -> Head:
+    """The head that a model was built with; the same on every stage that owns head weights."""
+    return "value" if isinstance(getattr(model, "output_layer", None), ValueHead) else "lm"
+
+
+@torch.no_grad()
+def import_hf(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | Path | None = None) -> None:
+    """Fills the shard from `folder` (`spec.folder` unless given), converting to the model's dtype.
+
+    A value head is filled from `score.weight` where the folder has it and stays zero otherwise. Raises DataError, naming
+    tensor, file and shapes, where a tensor is missing or of another shape.
+    """
+    weight_map = spec.family.weight_map(spec.shape, head_of(model, mesh))
+    with SafetensorsReader(Path(folder or spec.folder)) as reader:
+        for parameter in stage_parameters(model, weight_map):
+            rule = parameter.rule
+            if rule.is_optional and not reader.names.issuperset(rule.sources):
+                continue
+            for source in rule.sources:
+                _check_shape(reader, source, weight_map.tensors[source])
+            _fill(parameter, reader, mesh)
+
+
+def _check_shape(reader: SafetensorsReader, name: str, expected: Shape) -> None:
+    shape = reader.shape(name)
+    if shape != expected:
+        raise DataError(
+            f"{reader.file_of(name)}: tensor {name} has shape {list(shape)}, config.json asks for {list(expected)}; "
+            "weights and config.json must come from the same model"
+        )
+
+
+def _fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh) -> None:
+    axis = parameter.rule.axis or 0
+    offset = 0
+    for segment in parameter.rule.shard(mesh.tp, mesh.tp_rank):
+        rows: Tensor = parameter.tensor.narrow(axis, offset, segment.length)
+        if segment.source is None:
+            rows.zero_()
+        else:
+            rows.copy_(reader.rows(segment.source, axis, segment.start, segment.length))
+        offset += segment.length
+    size = parameter.tensor.shape[axis]
+    assert offset == size, f"the weight map fills {offset} of {size} rows of {parameter.name}"

@@ -1,0 +1,191 @@
+"""The rank grid: Megatron's process groups for a layout, and this rank's place in them. Collectives are in `collectives.py`."""
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+import math
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megappo.config.layout import LayoutConfig
+from megappo.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in the grid `[pp, dp, tp]` of all ranks, and the groups along its axes.
+
+    A group is a slice of the grid: `tp_group` varies the last index, `dp_group` the middle one, `pp_group` the first;
+    `model_parallel_group` is the slice of one dp index, the ranks that hold one copy of the model together.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    sequence_parallel: bool
+    rank: int
+    world_size: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    device: torch.device
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    dp_group: ProcessGroup
+    model_parallel_group: ProcessGroup
+
+    @property
+    def grid(self) -> Tensor:
+        """[pp, dp, tp] int64: global ranks."""
+        return rank_grid(self.tp, self.pp, self.dp)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def first_stage_rank(self) -> int:
+        """Global rank of the first stage in this rank's pipeline."""
+        return int(self.grid[0, self.dp_rank, self.tp_rank])
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last stage in this rank's pipeline."""
+        return int(self.grid[-1, self.dp_rank, self.tp_rank])
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes what only one rank of the world writes."""
+        return self.rank == 0
+
+    @property
+    def sequence_alignment(self) -> int:
+        """Padded sequence lengths are multiples of this."""
+        return self.tp if self.sequence_parallel else 1
+
+    def __str__(self) -> str:
+        """The grid, one line a pipeline stage, one bracket a TP group; this rank is starred."""
+        width = len(str(self.world_size - 1))
+        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}"]
+        for stage, rows in enumerate(self.grid.tolist()):
+            groups = []
+            for row in rows:
+                ranks = [f"{rank:>{width}}{'*' if rank == self.rank else ' '}" for rank in row]
+                groups.append("[" + " ".join(ranks).rstrip(" ") + "]")
+            lines.append(f"stage {stage}: " + "  ".join(groups))
+        return "\n".join(lines)
+
+
+def rank_grid(tp: int, pp: int, dp: int) -> Tensor:
+    """[pp, dp, tp] int64: the global rank at each place, TP neighbours next to each other (Megatron's order)."""
+    return torch.arange(pp * dp * tp).reshape(pp, dp, tp)
+
+
+def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
+    """The data-parallel size that fills `world_size` ranks; ConfigError where none does."""
+    model = layout.model_parallel_size
+    if world_size % model:
+        valid = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size > 0]
+        raise ConfigError(
+            f"layout: tp {layout.tp} × pp {layout.pp} = {model} ranks a model copy do not divide the {world_size} ranks that "
+            f"were started; start {' or '.join(map(str, valid))} ranks"
+        )
+    dp = world_size // model
+    if layout.dp is not None and layout.dp != dp:
+        raise ConfigError(
+            f"layout.dp: {layout.dp} needs tp {layout.tp} × pp {layout.pp} × dp {layout.dp} = {model * layout.dp} ranks, but "
+            f"{world_size} were started; set layout.dp={dp} or leave it out"
+        )
+    return dp
+
+
+def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
+    """Joins the process group of the environment (torchrun's variables; alone without them) and builds Megatron's groups.
+
+    `seed` seeds torch on this rank, and Megatron's tracker with a stream of its own for each TP rank. A collective that waits
+    longer than `timeout` raises. Raises ConfigError where the layout does not fit the number of ranks.
+    """
+    if layout.sequence_parallel and layout.tp == 1:
+        raise ConfigError("layout.sequence_parallel: true needs tp > 1, there is nothing to shard over; set it to false")
+    data_parallel_size(layout, int(os.environ.get("WORLD_SIZE", "1")))
+    _join_process_group(timeout)
+    dp = data_parallel_size(layout, dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    mesh = Mesh(
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=dp,
+        sequence_parallel=layout.sequence_parallel,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        device=runtime.device(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        model_parallel_group=parallel_state.get_model_parallel_group(),
+    )
+    _check_groups(mesh)
+    return mesh
+
+
+def stop_mesh() -> None:
+    """Leaves all groups; does nothing where there are none (vLLM's shutdown may have destroyed the default group)."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _join_process_group(timeout: timedelta) -> None:
+    if dist.is_initialized():
+        return
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    if runtime.on_cpu:
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_groups(mesh: Mesh) -> None:
+    """Megatron's groups are the slices of the grid that `Mesh` says they are."""
+    grid = mesh.grid
+    slices = {
+        "tp": (mesh.tp_group, grid[mesh.pp_rank, mesh.dp_rank, :]),
+        "dp": (mesh.dp_group, grid[mesh.pp_rank, :, mesh.tp_rank]),
+        "pp": (mesh.pp_group, grid[:, mesh.dp_rank, mesh.tp_rank]),
+        "model-parallel": (mesh.model_parallel_group, grid[:, mesh.dp_rank, :].flatten()),
+    }
+    for name, (group, expected) in slices.items():
+        ranks = dist.get_process_group_ranks(group)
+        assert ranks == expected.tolist(), f"Megatron's {name} group is {ranks}, the rank grid says {expected.tolist()}"

@@ -1,0 +1,30 @@
+"""Makes Megatron runnable on this machine when imported, before anything imports megatron.
+
+Without a GPU it installs `cpu_runtime.py`, without Transformer Engine `without_te.py`; on a GPU with Transformer Engine it
+changes nothing. The replacements themselves are in those two files.
+"""
+
+import importlib.util
+
+import torch
+
+from megappo.parallel import cpu_runtime, without_te
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's PyTorch part is installed beside a GPU that it can run on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine_torch") is not None
+
+
+def device() -> torch.device:
+    """The device of this rank's parameters."""
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+on_cpu: bool = not torch.cuda.is_available()
+"""Whether this process runs Megatron without a GPU."""
+
+if on_cpu:
+    cpu_runtime.install()
+if not has_transformer_engine():
+    without_te.install()

@@ -1,0 +1,85 @@
+"""Tiny Hugging Face folders of every family, seeded, with a small tokenizer; made with transformers, without megappo."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+FamilyName = Literal["llama", "qwen2", "qwen3"]
+FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def tiny_model(
+    folder: Path,
+    family: FamilyName = "llama",
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    vocab_size: int = 128,
+    num_layers: int = 2,
+    hidden_size: int = 32,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **settings: Any,
+) -> Path:
+    """Writes a model whose every weight is random, biases and norms too, so that a misplaced one is seen; returns `folder`.
+
+    `settings` go to the configuration class (`rope_parameters`, …). `vocab_size` must be at least 128 for `tiny_tokenizer`.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    if family != "qwen2":  # Qwen2's head size is hidden_size / heads
+        settings["head_dim"] = head_dim or hidden_size // num_heads
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        **settings,
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.1 * noise)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def tiny_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
+    """Writes a character-level tokenizer of printable ASCII with a chat template; ids 0, 1, 2 are pad, bos, eos."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *characters]
+    assert vocab_size >= len(words), f"the tokenizer has {len(words)} tokens, vocab_size is {vocab_size}"
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
