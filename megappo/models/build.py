@@ -81,6 +81,8 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         pipeline_model_parallel_size=mesh.pp,
         sequence_parallel=mesh.sequence_parallel,
         variable_seq_lengths=mesh.pp > 1,
+        # The default dispatcher refuses variable lengths even where there are no experts (0.16.1).
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
         perform_initialization=False,
