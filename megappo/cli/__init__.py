@@ -1,0 +1,1 @@
+"""The `megappo` command: one file per sub-command, each parses, calls and prints. Imports no torch."""

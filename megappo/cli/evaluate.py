@@ -1,0 +1,40 @@
+"""`megappo evaluate FILE`: the experiment's held-out prompts, answered by a model and scored."""
+
+import argparse
+from pathlib import Path
+
+from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.cli.model_arguments import existing_folder
+from megappo.errors import ConfigError, ExitCode
+from megappo.launcher.requests import EvaluateRequest
+from megappo.launcher.start import run_on_ranks
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("evaluate", help="score a model on the experiment's held-out prompts")
+    add_experiment(parser)
+    add_nproc(parser)
+    parser.add_argument(
+        "--model", "--checkpoint", dest="model", metavar="PATH",
+        help="Hugging Face folder or checkpoint (default: the newest checkpoint of the run)",
+    )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    loaded = read_arguments(arguments)
+    num_ranks = world_size(loaded, arguments.nproc)
+    refuse_unsound(loaded, num_ranks)
+    config = loaded.config
+    if not config.data.val_files:
+        raise ConfigError(
+            "data.val_files: is empty, and there is nothing to evaluate on; for example [data/test.jsonl]"
+        )
+    if arguments.model is not None:
+        existing_folder("--model", arguments.model)
+    elif not (Path(config.trainer.run_dir) / "checkpoints" / "latest").exists():
+        raise ConfigError(
+            f"trainer.run_dir: {config.trainer.run_dir} has no checkpoint to evaluate; name a model with --model PATH"
+        )
+    request = EvaluateRequest(config=config, model=arguments.model)
+    return run_on_ranks(request, num_ranks, num_threads=config.trainer.num_threads)

@@ -1,0 +1,51 @@
+"""What the commands that read an experiment file share: its arguments, and the check before anything is started."""
+
+import argparse
+import sys
+
+from megappo.config.checks import check_experiment
+from megappo.config.load import LoadedExperiment, read_experiment
+from megappo.config.problem import Severity, raise_errors
+from megappo.launcher.environment import is_joined, joined_world_size, own_rank
+from megappo.launcher.world import count_gpus, local_world_size
+
+
+def add_experiment(parser: argparse.ArgumentParser) -> None:
+    """FILE and its overrides."""
+    parser.add_argument("file", metavar="FILE", help="experiment file, for example yaml/demo_cpu.yaml")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings laid over the file")
+
+
+def add_nproc(parser: argparse.ArgumentParser) -> None:
+    """How many local ranks."""
+    parser.add_argument(
+        "--nproc", type=positive, metavar="N",
+        help="local ranks (default: tp·pp·dp of the layout; without dp one for each GPU, or tp·pp on a CPU)",
+    )  # fmt: skip
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def read_arguments(arguments: argparse.Namespace, *more_overrides: str) -> LoadedExperiment:
+    """The experiment of the command line; raises ConfigError."""
+    return read_experiment(arguments.file, [*arguments.overrides, *more_overrides])
+
+
+def world_size(loaded: LoadedExperiment, nproc: int | None) -> int:
+    """Ranks of this run: those that were started around this process, else those that it will start."""
+    return joined_world_size() if is_joined() else local_world_size(loaded.config.layout, nproc, count_gpus())
+
+
+def refuse_unsound(loaded: LoadedExperiment, num_ranks: int | None) -> None:
+    """Prints the warnings once and raises ConfigError with all errors of the experiment."""
+    problems = check_experiment(loaded.config, num_ranks)
+    for problem in problems:
+        if problem.severity is Severity.WARNING and own_rank() == 0:
+            print(f"warning: {problem.text(loaded.locations)}", file=sys.stderr)
+    raise_errors(problems, loaded.locations)

@@ -1,0 +1,18 @@
+"""`megappo show-config FILE`: the experiment with bases, overrides and defaults resolved, as YAML."""
+
+import argparse
+
+from megappo.cli.experiment import add_experiment, read_arguments
+from megappo.config.load import to_yaml
+from megappo.errors import ExitCode
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("show-config", help="print the resolved experiment file")
+    add_experiment(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    print(to_yaml(read_arguments(arguments).config), end="")
+    return ExitCode.DONE

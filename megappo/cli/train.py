@@ -1,0 +1,41 @@
+"""`megappo train FILE`: runs the experiment, on local ranks of its own or as one of the ranks that were started."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.errors import ExitCode
+from megappo.launcher.requests import TrainRequest
+from megappo.launcher.start import run_on_ranks
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("train", help="run PPO or supervised training")
+    add_experiment(parser)
+    add_nproc(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run, if any")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    loaded = read_arguments(arguments, *(["trainer.resume=auto"] if arguments.resume else []))
+    num_ranks = world_size(loaded, arguments.nproc)
+    refuse_unsound(loaded, num_ranks)
+    trainer = loaded.config.trainer
+    return run_on_ranks(
+        TrainRequest(config=loaded.config),
+        num_ranks,
+        num_threads=trainer.num_threads,
+        log_folder=Path(trainer.run_dir) / "logs",
+        stop_grace_seconds=trainer.stop_grace_seconds,
+        if_interrupted=partial(tell_last_checkpoint, Path(trainer.run_dir)),
+    )
+
+
+def tell_last_checkpoint(run_dir: Path) -> str:
+    """What is left after Ctrl-C."""
+    latest = run_dir / "checkpoints" / "latest"
+    if not latest.exists():
+        return f"{run_dir} has no checkpoint yet"
+    return f"the last checkpoint is {latest.parent / latest.resolve().name}; go on from it with --resume"

@@ -1,0 +1,53 @@
+"""`megappo validate FILE`: checks an experiment without torch and prints how its batches are cut."""
+
+import argparse
+
+from megappo.cli.experiment import add_experiment, positive, read_arguments, refuse_unsound
+from megappo.config.checks import data_parallel_size
+from megappo.config.experiment import ExperimentConfig
+from megappo.errors import DataError, ExitCode
+from megappo.planner.explain import explain_batches
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("validate", help="check an experiment file and print its batch arithmetic")
+    add_experiment(parser)
+    parser.add_argument("--nproc", type=positive, metavar="N", help="check for a run on N ranks")
+    parser.add_argument("--data", action="store_true", help="also read the data and import the reward functions")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> ExitCode:
+    loaded = read_arguments(arguments)
+    refuse_unsound(loaded, arguments.nproc)
+    dp = data_parallel_size(loaded.config, arguments.nproc)
+    print(explain_batches(loaded.config, dp or 1))
+    if dp is None:
+        print("        dp follows from the number of ranks; this is the split for dp 1 (--nproc N shows another)")
+    if arguments.data:
+        print(_read_data(loaded.config))
+    print(f"{arguments.file} is valid")
+    return ExitCode.DONE
+
+
+def _read_data(config: ExperimentConfig) -> str:
+    """Reads prompts and imports rewards as the run will; raises DataError, ConfigError or RewardError as it would."""
+    # here: tokenizers and data sets take seconds to import
+    from megappo.data.prompts import load_prompts, load_supervised
+    from megappo.data.tokenizer import load_tokenizer
+    from megappo.rewards.build import build_reward
+
+    if config.reward is not None:
+        build_reward(config.reward).close()
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    data = config.data
+    load = load_prompts if config.trainer.kind == "ppo" else load_supervised
+    num_train = len(load(data, tokenizer, data.train_files, data.max_samples))
+    if num_train < data.train_batch_size:
+        raise DataError(
+            f"data.train_files: {num_train} prompts can be used, and a step needs data.train_batch_size "
+            f"{data.train_batch_size}; set it to {num_train} or less, or add files"
+        )
+    num_val = len(load_prompts(data, tokenizer, data.val_files, data.max_val_samples)) if data.val_files else 0
+    steps = num_train // data.train_batch_size
+    return f"data    {num_train} for training ({steps} steps an epoch), {num_val} held out"

@@ -1,0 +1,65 @@
+"""The environment of a rank: what the local launcher sets, and what a rank that torchrun or srun started finds."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from megappo.launcher.failure import FAILURE_DIR
+
+LAUNCHER_PID = "MEGAPPO_LAUNCHER_PID"
+"""Environment variable: the process that a local rank must not outlive."""
+
+
+def is_joined() -> bool:
+    """Whether another launcher (torchrun, srun with launch/env.sh) has already started the ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def joined_world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def settings(num_threads: int, on_gpu: bool) -> dict[str, str]:
+    """Variables that have to be set before torch is imported, whoever starts the rank."""
+    shared = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
+    if on_gpu:
+        # Megatron overlaps tensor-parallel communication with computation only if kernels start in the order of calls.
+        return shared | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # Megatron compiles small fused functions, which on a CPU takes longer than it saves.
+    return shared | {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def rank_environment(rank: int, num_ranks: int, port: int, claims: Path) -> dict[str, str]:
+    """Variables of one rank of a world that lives on this machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+        FAILURE_DIR: str(claims),
+        LAUNCHER_PID: str(os.getpid()),
+    }
+
+
+def failure_folder() -> Path:
+    """Folder of this run's claim: the launcher's, else one in the system's temporary folder that only this run has.
+
+    The parent process and its start time tell two runs apart that share an address, a port and a job number, as a
+    requeued job does.
+    """
+    given = os.environ.get(FAILURE_DIR)
+    if given:
+        return Path(given)
+    parent = psutil.Process(os.getppid())
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
+    parts = [os.environ.get(name, "") for name in names] + [str(parent.pid), f"{parent.create_time():.0f}"]
+    return Path(tempfile.gettempdir()) / "-".join(["megappo", *(part.replace("/", "_") for part in parts if part)])

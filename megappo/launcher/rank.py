@@ -1,0 +1,86 @@
+"""The main program of one rank: runs a request and, where it fails, claims the failure before its peers notice.
+
+`python -m megappo.launcher.rank COMMAND REQUEST.json` is how the local launcher starts it; under torchrun or srun
+`megappo COMMAND` calls `run_rank` itself.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from megappo.errors import ExitCode
+from megappo.launcher.environment import LAUNCHER_PID, failure_folder, own_rank
+from megappo.launcher.failure import FAILURE_DIR, Failure, claim_failure
+from megappo.launcher.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> ExitCode:
+    """Runs the request that the launcher wrote."""
+    die_with_launcher()
+    command, file = arguments
+    request = Command(command).request.model_validate_json(Path(file).read_text(encoding="utf-8"))
+    return run_rank(request)
+
+
+def run_rank(request: Request) -> ExitCode:
+    """Runs a request as this rank; does not return where it fails, so that no library waits for dead peers at exit."""
+    if isinstance(request, TrainRequest):
+        # Kept until the trainer is ready to stop after a step: `StopSignal` lets them through.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return _dispatch(request)
+    except KeyboardInterrupt:
+        _leave(ExitCode.FAILED)  # the launcher says that it was interrupted
+    except Exception as error:  # noqa: BLE001  the last frame of the rank: the failure is claimed, not swallowed
+        failure = Failure.of(error, own_rank())
+        report_failure(failure)
+        _leave(ExitCode(failure.exit_code))
+
+
+def report_failure(failure: Failure) -> None:
+    """Claims the run's failure; the first of the ranks prints it, unless a local launcher does."""
+    is_first = claim_failure(failure_folder(), failure)
+    if is_first and FAILURE_DIR not in os.environ:
+        print(failure.text, file=sys.stderr, flush=True)
+
+
+def die_with_launcher() -> None:
+    """On Linux, has the kernel kill this rank when its launcher dies, however that happens."""
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before the kernel was asked
+        _leave(ExitCode.FAILED)
+
+
+def _dispatch(request: Request) -> ExitCode:
+    from megappo.trainer import run  # here: it imports torch, which only a rank needs
+
+    match request:
+        case TrainRequest():
+            return run.train(request.config)
+        case EvaluateRequest():
+            return run.evaluate(request)
+        case ConvertRequest():
+            return run.convert(request)
+        case GenerateRequest():
+            return run.generate(request)
+
+
+def _leave(code: ExitCode) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
