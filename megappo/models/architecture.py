@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder's architecture, and whether a layout can hold it. Imports no torch, reads no weights."""
+"""A Hugging Face folder's architecture, and whether a layout can hold it. Imports no torch, reads no weights."""
 
 import json
 from dataclasses import dataclass
@@ -31,10 +31,14 @@ def read_model(folder: str | Path) -> ModelSpec:
     try:
         config = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise DataError(f"{file}:{error.lineno}: not JSON ({error.msg}); copy the file again from its source") from error
+        raise DataError(
+            f"{file}:{error.lineno}: not JSON ({error.msg}); copy the file again from its source"
+        ) from error
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
-        raise ConfigError(f"{file}: model_type is {config.get('model_type')!r}; supported: {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"{file}: model_type is {config.get('model_type')!r}; supported: {', '.join(sorted(FAMILIES))}"
+        )
     try:
         shape = family.shape(config)
     except ConfigError as error:
@@ -47,13 +51,15 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
     if not _tp_fits(shape, layout.tp):
         valid = [str(tp) for tp in range(1, shape.num_heads + 1) if _tp_fits(shape, tp)]
         raise ConfigError(
-            f"layout.tp: {layout.tp} does not divide this model's {shape.num_heads} attention heads, {shape.num_kv_heads} KV "
-            f"heads (or is no multiple of them) and {shape.ffn_size} feed-forward rows; possible: {', '.join(valid)}"
+            f"layout.tp: {layout.tp} does not divide this model's {shape.num_heads} attention heads, "
+            f"{shape.num_kv_heads} KV heads (or is no multiple of them) and "
+            f"{shape.ffn_size} feed-forward rows; possible: {', '.join(valid)}"
         )
     if shape.num_layers % layout.pp:
         valid = [str(pp) for pp in range(1, shape.num_layers + 1) if shape.num_layers % pp == 0]
         raise ConfigError(
-            f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; possible: {', '.join(valid)}"
+            f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; "
+            f"possible: {', '.join(valid)}"
         )
 
 

@@ -23,9 +23,10 @@ __all__ = ["ModelSpec", "build_model", "read_model"]
 def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
-    `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded vocab / tp]`
-    in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden states, whose input comes through `set_input_tensor`.
-    A value model is untied. Raises ConfigError where the layout does not divide the model, or `layers` is missing here.
+    `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded
+    vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden states, whose input comes through
+    `set_input_tensor`. A value model is untied. Raises ConfigError where the layout does not divide the model, or
+    `layers` is missing here.
     """
     shape = spec.shape
     check_layout(shape, LayoutConfig(tp=mesh.tp, pp=mesh.pp, sequence_parallel=mesh.sequence_parallel))

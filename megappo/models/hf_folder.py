@@ -20,7 +20,8 @@ SINGLE = "model.safetensors"
 # Everything beside weights that a folder needs to be loaded again.
 _COMPANIONS = (
     "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt",
 )  # fmt: skip
 
 
@@ -69,7 +70,9 @@ class SafetensorsReader:
             try:
                 self._open[file.name] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise DataError(f"{file}: not a readable safetensors file ({error}); copy it again from its source") from error
+                raise DataError(
+                    f"{file}: not a readable safetensors file ({error}); copy it again from its source"
+                ) from error
         return self._open[file.name]
 
     def _read_index(self) -> dict[str, str]:
@@ -79,13 +82,15 @@ class SafetensorsReader:
             file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
             for file in sorted(set(file_of.values())):
                 if not (self.folder / file).is_file():
-                    raise DataError(f"{index}: names {file}, which is not in the folder; copy it from the model's source")
+                    raise DataError(
+                        f"{index}: names {file}, which is not in the folder; copy it from the model's source"
+                    )
             return file_of
         if (self.folder / SINGLE).is_file():
             return dict.fromkeys(self._handle(self.folder / SINGLE).keys(), SINGLE)
         if list(self.folder.glob("pytorch_model*.bin")):
             raise DataError(
-                f"{self.folder}: has pytorch_model.bin but no safetensors, which megappo reads; save it again with transformers: "
+                f"{self.folder}: has pytorch_model.bin but no safetensors, which megappo reads; save it again: "
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
             )
         raise DataError(f"{self.folder}: has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote")
@@ -129,7 +134,7 @@ class SafetensorsWriter:
 
 
 def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
-    """Joins the written files: one file becomes model.safetensors, several are numbered as Hugging Face numbers them."""
+    """Joins the written files: one becomes model.safetensors, several are numbered as Hugging Face numbers them."""
     files = sorted(set(file_of.values()))
     if len(files) == 1:
         (folder / files[0]).rename(folder / SINGLE)

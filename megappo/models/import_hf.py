@@ -12,12 +12,16 @@ from megappo.models.architecture import ModelSpec
 from megappo.models.heads import ValueHead
 from megappo.models.hf_folder import SafetensorsReader
 from megappo.models.stage_parameters import StageParameter, stage_parameters
-from megappo.models.weight_map import Head, Shape
+from megappo.models.weight_map import Head, Shape, WeightMap
 from megappo.parallel.mesh import Mesh
 
+# Heads that the model at hand does not have (a tied model's stored copy, a critic made from a language model or the
+# other way), and buffers that old versions of transformers stored.
+_IGNORED = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
-def head_of(model: nn.Module, mesh: Mesh) -> Head:
-    """The head that a model was built with; the same on every stage that owns head weights."""
+
+def head_of(model: nn.Module) -> Head:
+    """The head that a model was built with; known on the last stage, "lm" on the others."""
     return "value" if isinstance(getattr(model, "output_layer", None), ValueHead) else "lm"
 
 
@@ -25,11 +29,13 @@ def head_of(model: nn.Module, mesh: Mesh) -> Head:
 def import_hf(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | Path | None = None) -> None:
     """Fills the shard from `folder` (`spec.folder` unless given), converting to the model's dtype.
 
-    A value head is filled from `score.weight` where the folder has it and stays zero otherwise. Raises DataError, naming
-    tensor, file and shapes, where a tensor is missing or of another shape.
+    A value head is filled from `score.weight` where the folder has it and stays zero otherwise. Raises DataError,
+    naming tensor, file and shapes, where a tensor is missing or of another shape, or one that the model has no place
+    for is there.
     """
-    weight_map = spec.family.weight_map(spec.shape, head_of(model, mesh))
+    weight_map = spec.family.weight_map(spec.shape, head_of(model))
     with SafetensorsReader(Path(folder or spec.folder)) as reader:
+        _refuse_unknown(reader, weight_map)
         for parameter in stage_parameters(model, weight_map):
             rule = parameter.rule
             if rule.is_optional and not reader.names.issuperset(rule.sources):
@@ -37,6 +43,17 @@ def import_hf(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | Path 
             for source in rule.sources:
                 _check_shape(reader, source, weight_map.tensors[source])
             _fill(parameter, reader, mesh)
+
+
+def _refuse_unknown(reader: SafetensorsReader, weight_map: WeightMap) -> None:
+    """A tensor that is silently left out here would be missing from the next export."""
+    unknown = [name for name in reader.names if name not in weight_map.tensors and not name.endswith(_IGNORED)]
+    if unknown:
+        name = min(unknown)
+        raise DataError(
+            f"{reader.file_of(name)}: tensor {name} (of {len(unknown)} such) has no place in the model that "
+            "config.json describes; weights and config.json must come from the same model"
+        )
 
 
 def _check_shape(reader: SafetensorsReader, name: str, expected: Shape) -> None:

@@ -1,8 +1,8 @@
 """Torch layers for Megatron's layer spec where Transformer Engine is missing: RMSNorm and core attention.
 
-Megatron's own local layers refuse sequence parallelism, packed sequences and context parallelism; these two allow them. Which
-layers a model gets is decided in `spec.py`. The attention's masks for packed sequences are dense, O(tokens²): for long packed
-batches use Transformer Engine.
+Megatron's own local layers refuse sequence parallelism, packed sequences and context parallelism; these two allow them.
+Which layers a model gets is decided in `spec.py`. The attention's masks for packed sequences are dense, O(tokens²): for
+long packed batches use Transformer Engine.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -22,13 +22,14 @@ from torch.nn import functional
 class RMSNorm(nn.RMSNorm):
     """RMSNorm whose weight Megatron reduces over the TP ranks that each saw a part of the sequence.
 
-    The mark on the weight is what `finalize_model_grads` looks for; without it the gradient is silently a part of itself.
+    The mark on the weight is what `finalize_model_grads` looks for; without it the gradient is silently a part of
+    itself.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class CoreAttention(nn.Module):
@@ -67,7 +68,9 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Context `[s, b, heads · head_dim]` (packed: `[tokens, 1, …]`). `attention_mask` is Megatron's: True is hidden."""
+        """Context `[s, b, heads · head_dim]` (packed: `[tokens, 1, …]`). `attention_mask` is Megatron's: True is
+        hidden.
+        """
         assert attention_bias is None, "this attention takes no bias; use layers: te"
         is_packed = packed_seq_params is not None and query.dim() == 3
         if is_packed:

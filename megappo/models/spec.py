@@ -1,4 +1,4 @@
-"""Which layers a Megatron model is built of: Transformer Engine's, or Megatron's with the torch layers of `layers.py`."""
+"""The layers that a model is built of: Transformer Engine's, or Megatron's with the torch layers of `layers.py`."""
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
@@ -20,7 +20,7 @@ Layers = Literal["auto", "te", "torch"]
 
 
 def block_spec(layers: Layers, *, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
-    """The decoder block of `num_layers` (of this stage) dense layers; ConfigError where "te" is asked for and missing."""
+    """The decoder block of this stage's `num_layers` dense layers; ConfigError where "te" is asked for and missing."""
     if layers == "te" and not runtime.has_transformer_engine():
         raise ConfigError("model.layers: 'te', but Transformer Engine or a GPU is missing here; use 'auto' or 'torch'")
     if layers == "torch" or not runtime.has_transformer_engine():
@@ -40,9 +40,7 @@ def _torch_layer(qk_norm: bool) -> ModuleSpec:
     norm = RMSNorm if qk_norm else IdentityOp
     attention = replace(
         attention,
-        submodules=replace(
-            attention.submodules, core_attention=CoreAttention, q_layernorm=norm, k_layernorm=norm
-        ),
+        submodules=replace(attention.submodules, core_attention=CoreAttention, q_layernorm=norm, k_layernorm=norm),
     )
     layer = replace(layer, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention)
     return replace(spec, submodules=layer)

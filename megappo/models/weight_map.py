@@ -1,10 +1,10 @@
 """The weight map: which rows of which Hugging Face tensors make each Megatron parameter. Imports no torch.
 
-A parameter is a list of blocks along one axis, a block a list of segments. With TP, every block is cut into equal parts and
-rank r holds the r-th part of each block, block after block. That one rule covers fused QKV (one block of q, k, v rows a KV
-group, cut wherever a rank's share ends, also inside a head), gate and up (two blocks), row-parallel columns (axis 1), the
-padded vocabulary (a block that ends in a segment without a source) and replicated parameters (no axis). Import, export
-and resharding read these lists; none of them knows a layer's arithmetic.
+A parameter is a list of blocks along one axis, a block a list of segments. With TP, every block is cut into equal parts
+and rank r holds the r-th part of each block, block after block. That one rule covers fused QKV (one block of q, k, v
+rows a KV group, cut wherever a rank's share ends, also inside a head), gate and up (two blocks), row-parallel columns
+(axis 1), the padded vocabulary (a block that ends in a segment without a source) and replicated parameters (no axis).
+Import, export and resharding read these lists; none of them knows a layer's arithmetic.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,12 +38,12 @@ Block = tuple[Segment, ...]
 class Rule:
     """How one Megatron parameter is made.
 
-    `names`: its global names, of which a model has one (Transformer Engine fuses a norm into the linear layer after it, and
-    renames its weight). Layer numbers in them count over the whole model. `axis`: the axis of the segments, None for a
-    parameter that every TP rank holds whole. `blocks`: the whole parameter, in order. `is_vocabulary`: its one block is padded
-    to `padded_vocab_size`. `is_copy`: another rule owns the
-    same tensors (the output layer of a tied model's last stage), so that an export leaves this one out. `is_optional`: a
-    folder may lack the tensors, the parameter then stays as built.
+    `names`: its global names, of which a model has one (Transformer Engine fuses a norm into the linear layer after it,
+    and renames its weight). Layer numbers in them count over the whole model. `axis`: the axis of the segments, None
+    for a parameter that every TP rank holds whole. `blocks`: the whole parameter, in order. `is_vocabulary`: its one
+    block is padded to `padded_vocab_size`. `is_copy`: another rule owns the same tensors (the output layer of a tied
+    model's last stage), so that an export leaves this one out. `is_optional`: a folder may lack the tensors, the
+    parameter then stays as built.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,9 @@ class Rule:
     is_optional: bool = False
 
     def shard(self, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-        """Segments of the shard that rank `tp_rank` of `tp` holds, in order along `axis`; adjacent rows are one segment."""
+        """Segments of the shard that rank `tp_rank` of `tp` holds, in order along `axis`; adjacent rows are one
+        segment.
+        """
         if self.axis is None:
             return tuple(segment for block in self.blocks for segment in block)
         pieces: list[Segment] = []
@@ -101,8 +103,10 @@ def _joined(segments: Iterable[Segment]) -> Iterator[Segment]:
     """Merges neighbours that continue each other, so that they are read and copied at once."""
     current: Segment | None = None
     for segment in segments:
-        if current is not None and current.source == segment.source and (
-            segment.source is None or segment.start == current.start + current.length
+        if (
+            current is not None
+            and current.source == segment.source
+            and (segment.source is None or segment.start == current.start + current.length)
         ):
             current = Segment(current.source, current.start, current.length + segment.length)
             continue

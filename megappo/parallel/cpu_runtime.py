@@ -1,7 +1,8 @@
-"""Megatron-core on a host without a GPU: gloo, CPU tensors, no streams. What a GPU without TE needs is in `without_te.py`.
+"""Megatron-core on a host without a GPU: gloo, CPU tensors, no streams. What a GPU without TE needs is in
+`without_te.py`.
 
-Megatron calls `torch.cuda` by name. Each function here replaces one group of those names and says what breaks without it.
-All were seen necessary with megatron-core 0.16.1 and 0.19.2 on torch 2.13.
+Megatron calls `torch.cuda` by name. Each function here replaces one group of those names and says what breaks without
+it. All were seen necessary with megatron-core 0.16.1 and 0.19.2 on torch 2.13.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 from torch import Tensor
-from torch.utils._device import _device_constructors
 
 from megappo.parallel.patching import replace
 
@@ -53,8 +53,8 @@ class _NoStream:
     def __enter__(self) -> "_NoStream":
         return self
 
-    def __exit__(self, *_: Any) -> bool:
-        return False
+    def __exit__(self, *_: Any) -> None:
+        return None
 
     def query(self) -> bool:
         return True
@@ -75,7 +75,7 @@ def _nothing() -> Callable[..., None]:
 
 
 def _cpu_for_cuda(device: Any) -> Any:
-    """"cuda…" becomes "cpu"; other devices, and an index, stay as they are."""
+    """ "cuda…" becomes "cpu"; other devices, and an index, stay as they are."""
     return "cpu" if device is not None and not isinstance(device, int) and str(device).startswith("cuda") else device
 
 
@@ -131,11 +131,8 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _replace_tensor_factories() -> None:
     """Megatron writes `device="cuda"` and `pin_memory=True` into calls of torch's factories."""
-    # `with torch.device(…)` lists the factories once, at its first use, and knows only those: without this call it would list
-    # the replacements, never see one called, and transformers' models on "meta" would get undefined RoPE frequencies (5.19).
-    _device_constructors()
-    # `with torch.device(…)`, which Hugging Face loads models in, knows the factories from a list that is made on its first
-    # use: made after the replacement, it misses the functions that really run (torch 2.13; RoPE buffers became garbage).
+    # `with torch.device(…)`, in which Hugging Face loads models, knows the factories from a list made on its first use.
+    # Made after the replacement it lacks the functions that really run: RoPE buffers came out as garbage (torch 2.13).
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         replace(torch, name, _on_cpu(getattr(torch, name)))
@@ -169,7 +166,7 @@ def _replace_tensor_type_names() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """gloo's all_gather and reduce_scatter want equal sizes; Megatron's expert layers with expert TP send unequal ones."""
+    """gloo's all_gather and reduce_scatter want equal sizes; Megatron's experts with expert TP send unequal ones."""
     even_all_gather, even_reduce_scatter = dist.all_gather, dist.reduce_scatter
 
     def all_gather(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:

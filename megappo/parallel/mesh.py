@@ -1,4 +1,6 @@
-"""The rank grid: Megatron's process groups for a layout, and this rank's place in them. Collectives are in `collectives.py`."""
+"""The rank grid: Megatron's process groups for a layout, and this rank's place in them. Collectives are in
+`collectives.py`.
+"""
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
@@ -66,6 +68,15 @@ class Mesh:
         return int(self.grid[-1, self.dp_rank, self.tp_rank])
 
     @property
+    def group_leader(self) -> int:
+        """Global rank of the first rank that holds this copy of the model."""
+        return int(self.grid[0, self.dp_rank, 0])
+
+    @property
+    def is_group_leader(self) -> bool:
+        return self.rank == self.group_leader
+
+    @property
     def is_writer(self) -> bool:
         """Whether this rank writes what only one rank of the world writes."""
         return self.rank == 0
@@ -99,26 +110,29 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     if world_size % model:
         valid = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size > 0]
         raise ConfigError(
-            f"layout: tp {layout.tp} × pp {layout.pp} = {model} ranks a model copy do not divide the {world_size} ranks that "
-            f"were started; start {' or '.join(map(str, valid))} ranks"
+            f"layout: tp {layout.tp} × pp {layout.pp} = {model} ranks a model copy do not divide the {world_size} "
+            f"ranks that were started; start {' or '.join(map(str, valid))} ranks"
         )
     dp = world_size // model
     if layout.dp is not None and layout.dp != dp:
         raise ConfigError(
-            f"layout.dp: {layout.dp} needs tp {layout.tp} × pp {layout.pp} × dp {layout.dp} = {model * layout.dp} ranks, but "
-            f"{world_size} were started; set layout.dp={dp} or leave it out"
+            f"layout.dp: {layout.dp} needs tp {layout.tp} × pp {layout.pp} × dp {layout.dp} = {model * layout.dp} "
+            f"ranks, but {world_size} were started; set layout.dp={dp} or leave it out"
         )
     return dp
 
 
 def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
-    """Joins the process group of the environment (torchrun's variables; alone without them) and builds Megatron's groups.
+    """Joins the process group of the environment (torchrun's variables; alone without them) and builds Megatron's
+    groups.
 
-    `seed` seeds torch on this rank, and Megatron's tracker with a stream of its own for each TP rank. A collective that waits
-    longer than `timeout` raises. Raises ConfigError where the layout does not fit the number of ranks.
+    `seed` seeds torch on this rank, and Megatron's tracker with a stream of its own for each TP rank. A collective that
+    waits longer than `timeout` raises. Raises ConfigError where the layout does not fit the number of ranks.
     """
     if layout.sequence_parallel and layout.tp == 1:
-        raise ConfigError("layout.sequence_parallel: true needs tp > 1, there is nothing to shard over; set it to false")
+        raise ConfigError(
+            "layout.sequence_parallel: true needs tp > 1, there is nothing to shard over; set it to false"
+        )
     data_parallel_size(layout, int(os.environ.get("WORLD_SIZE", "1")))
     _join_process_group(timeout)
     dp = data_parallel_size(layout, dist.get_world_size())

@@ -1,7 +1,7 @@
 """Makes Megatron runnable on this machine when imported, before anything imports megatron.
 
-Without a GPU it installs `cpu_runtime.py`, without Transformer Engine `without_te.py`; on a GPU with Transformer Engine it
-changes nothing. The replacements themselves are in those two files.
+Without a GPU it installs `cpu_runtime.py`, without Transformer Engine `without_te.py`; on a GPU with Transformer Engine
+it changes nothing. The replacements themselves are in those two files.
 """
 
 import importlib.util

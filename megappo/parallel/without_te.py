@@ -14,7 +14,7 @@ def install() -> None:
 
 
 def _define_missing_gemm() -> None:
-    """megatron-core 0.16.1 tests `te_general_gemm is not None` in the MoE router without having defined it (NameError)."""
+    """megatron-core 0.16.1 compares `te_general_gemm` in the MoE router without having defined it: a NameError."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -24,8 +24,8 @@ def _define_missing_gemm() -> None:
 def _keep_optimizer_steps_apart() -> None:
     """torch's AdamW keeps a `step` tensor a parameter; a checkpoint load gives all of them one and the same tensor.
 
-    Every parameter would then count every other's steps. Seen with megatron-core 0.16.1 and 0.19.2, which expect Apex or TE
-    optimizers that keep one number a group.
+    Every parameter would then count every other's steps. Seen with megatron-core 0.16.1 and 0.19.2, which expect Apex
+    or TE optimizers that keep one number a group.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders of every family, seeded, with a small tokenizer; made with transformers, without megappo."""
+"""Tiny seeded Hugging Face folders of every family, and a small tokenizer, made by transformers, without megappo."""
 
 import os
 from pathlib import Path
@@ -31,9 +31,11 @@ def tiny_model(
     max_shard_size: str = "5GB",
     **settings: Any,
 ) -> Path:
-    """Writes a model whose every weight is random, biases and norms too, so that a misplaced one is seen; returns `folder`.
+    """Writes a model whose every weight is random, biases and norms too, so that a misplaced one is seen; returns
+    `folder`.
 
-    `settings` go to the configuration class (`rope_parameters`, …). `vocab_size` must be at least 128 for `tiny_tokenizer`.
+    `settings` go to the configuration class (`rope_parameters`, …). `vocab_size` must be at least 128 for
+    `tiny_tokenizer`.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers

@@ -16,7 +16,9 @@ HFConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """The frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, with a ramp between."""
+    """The frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, with a ramp
+    between.
+    """
 
     factor: float
     low_freq_factor: float
@@ -114,7 +116,9 @@ def read_shape(config: HFConfig, *, qkv_bias: bool, qk_norm: bool, default_tied:
     num_heads, hidden_size = int(required(config, "num_attention_heads")), int(required(config, "hidden_size"))
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        raise ConfigError(
+            f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+        )
     tied = config.get("tie_word_embeddings")
     theta, scaling = read_rope(config)
     return ModelShape(

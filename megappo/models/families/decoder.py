@@ -76,9 +76,7 @@ def _layer_rules(shape: ModelShape, layer: int) -> list[Rule]:
     if shape.qk_norm:
         for name in ("q", "k"):
             source = f"{theirs}self_attn.{name}_norm.weight"
-            rules.append(
-                _whole(f"{ours}self_attention.{name}_layernorm.weight", source=source, length=shape.head_dim)
-            )
+            rules.append(_whole(f"{ours}self_attention.{name}_layernorm.weight", source=source, length=shape.head_dim))
     return rules
 
 

@@ -1,0 +1,133 @@
+"""This rank's shard → Hugging Face folder, one parameter at a time: no rank ever holds more than its shard and one
+parameter.
+
+The first TP rank of each pipeline stage gathers its stage's parameters and writes its own files; the world's first rank
+joins them under one index. Only the first data-parallel replica takes part in the gathering.
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megappo.errors import DataError
+from megappo.models.architecture import ModelSpec
+from megappo.models.hf_folder import SafetensorsWriter, copy_companions, dtype_name, write_index
+from megappo.models.import_hf import head_of
+from megappo.models.stage_parameters import StageParameter, stage_parameters
+from megappo.models.weight_map import Head, Rule, WeightMap
+from megappo.parallel.collectives import any_rank, broadcast_object, gather_objects
+from megappo.parallel.mesh import Mesh
+
+DEFAULT_MAX_SHARD_BYTES = 4 * 2**30
+
+
+@torch.no_grad()
+def export_hf(
+    model: nn.Module,
+    spec: ModelSpec,
+    mesh: Mesh,
+    out_folder: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> None:
+    """Writes the model to `out_folder` as safetensors of at most `max_shard_bytes`, with configuration and tokenizer.
+
+    Every rank of the mesh calls it. `dtype` converts; None keeps the model's. A value model is written with
+    `score.weight`, as a Hugging Face sequence classifier with one label. Padding and second copies of tied tensors are
+    left out. The folder appears only when complete. Raises DataError, on every rank, where it exists and is not empty.
+    """
+    out = Path(out_folder)
+    partial = out.with_name(f".{out.name}.partial")
+    _prepare(out, partial, mesh)
+    if mesh.dp_rank == 0:
+        head = _agreed_head(model, mesh)
+        weight_map = spec.family.weight_map(spec.shape, head)
+        writer = SafetensorsWriter(partial, part=mesh.pp_rank, max_shard_bytes=max_shard_bytes)
+        for name, tensor in _tensors(model, weight_map, mesh):
+            writer.add(name, tensor if dtype is None else tensor.to(dtype))
+        writer.flush()
+        parts = gather_objects((writer.file_of, writer.num_bytes), mesh.model_parallel_group)
+        if mesh.is_writer:
+            file_of = {name: file for files, _ in parts for name, file in files.items()}
+            assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
+            write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
+            copy_companions(spec.folder, partial)
+            _write_config(partial, spec, head, dtype or next(model.parameters()).dtype)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+def _prepare(out: Path, partial: Path, mesh: Mesh) -> None:
+    """An empty folder to write into, seen by all ranks."""
+    is_taken = mesh.is_writer and out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if any_rank(is_taken, mesh):
+        raise DataError(f"{out}: exists and is not empty; give a new folder, or remove this one first")
+    if mesh.is_writer:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was stopped
+        partial.mkdir(parents=True)
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+def _agreed_head(model: nn.Module, mesh: Mesh) -> Head:
+    """The head is on the last stage alone, the writer of the configuration on the first."""
+    return broadcast_object(head_of(model), mesh.pp_group, mesh.last_stage_rank)
+
+
+def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face tensors of this rank's stage, on the CPU; nothing on other ranks than the stage's first."""
+    for parameter in stage_parameters(model, weight_map):
+        if parameter.rule.is_copy:
+            continue
+        shards = _gathered(parameter, mesh)
+        if shards:
+            yield from assembled(parameter.rule, shards, weight_map)
+
+
+def _gathered(parameter: StageParameter, mesh: Mesh) -> list[Tensor]:
+    """The shards of all TP ranks on TP rank 0 (one where each rank holds the whole); empty on the others."""
+    if parameter.rule.axis is None or mesh.tp == 1:
+        return [parameter.tensor] if mesh.tp_rank == 0 else []
+    shard = parameter.tensor.contiguous()
+    shards = [torch.empty_like(shard) for _ in range(mesh.tp)] if mesh.tp_rank == 0 else []
+    dist.gather(shard, shards or None, group=mesh.tp_group, group_dst=0)
+    return shards
+
+
+def assembled(rule: Rule, shards: Sequence[Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors that a parameter is made of, from all TP ranks' shards: the inverse of an import."""
+    axis = rule.axis or 0
+    tensors = {name: torch.empty(weight_map.tensors[name], dtype=shards[0].dtype) for name in rule.sources}
+    filled = dict.fromkeys(tensors, 0)
+    for tp_rank, shard in enumerate(shards):
+        offset = 0
+        for segment in rule.shard(len(shards), tp_rank):
+            if segment.source is not None:
+                rows = tensors[segment.source].narrow(axis, segment.start, segment.length)
+                rows.copy_(shard.narrow(axis, offset, segment.length))
+                filled[segment.source] += segment.length
+            offset += segment.length
+    for name, tensor in tensors.items():
+        assert filled[name] == tensor.shape[axis], (
+            f"{filled[name]} of {tensor.shape[axis]} rows of {name} were exported"
+        )
+        yield name, tensor
+
+
+def _write_config(folder: Path, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
+    config = dict(spec.hf_config)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
+    if head == "value":
+        config["architectures"] = [spec.family.value_architecture]
+        config |= {"num_labels": 1, "id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

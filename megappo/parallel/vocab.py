@@ -1,0 +1,137 @@
+"""Log-probabilities and entropy of tokens over a vocabulary that is sharded over TP ranks, in chunks of tokens.
+
+One autograd function: forward keeps a few numbers a token, backward recomputes the softmax chunk by chunk. The float32
+copy of the logits exists for one chunk at a time, never for all tokens.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def vocab_parallel_log_probs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: ProcessGroup | None,
+    chunk_tokens: int,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """(log softmax(logits / temperature)[target], entropy of that softmax) in nats, each `[tokens]` float32.
+
+    `logits` [tokens, padded vocab / tp]: this rank's columns, of any float type. `targets` [tokens] int64: ids in the
+    whole vocabulary, the same on all ranks of `tp_group` (None is one rank). Columns of ids ≥ `vocab_size` are padding:
+    they get no probability and no gradient. `chunk_tokens` bounds the float32 copy. Without `with_entropy` the entropy
+    is zeros. float64 logits give float64 results. The gradient is in the logits' type.
+    """
+    assert logits.dim() == 2 and targets.shape == logits.shape[:1], "logits are [tokens, vocab / tp], targets [tokens]"
+    log_probs, entropy = _VocabParallelLogProbs.apply(
+        logits, targets, vocab_size, temperature, tp_group, chunk_tokens, with_entropy
+    )
+    return log_probs, entropy
+
+
+class _VocabParallelLogProbs(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z), H = −Σ p log p, for gradients g of log p[target] and h of H:
+
+    d/dz_v = g · (1[v = target] − p_v) − h · p_v · (log p_v + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        temperature: float,
+        tp_group: ProcessGroup | None,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        columns = _Columns(logits, vocab_size, temperature, tp_group)
+        tokens = logits.shape[0]
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        log_probs = torch.zeros(tokens, dtype=dtype, device=logits.device)
+        entropy, log_normalizer = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+        for start in range(0, tokens, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            scaled = columns.scaled(logits[chunk], dtype)
+            log_normalizer[chunk] = columns.log_normalizer(scaled)
+            log_probs[chunk] = columns.at_targets(scaled, targets[chunk]) - log_normalizer[chunk]
+            if with_entropy:
+                # H = log Z − Σ p z; padding has p = 0 and z = −inf, whose product must be 0.
+                probabilities = (scaled - log_normalizer[chunk, None]).exp_()
+                expected = (probabilities * scaled.masked_fill_(columns.is_padding, 0.0)).sum(dim=1)
+                entropy[chunk] = log_normalizer[chunk] - columns.sum(expected)
+        ctx.save_for_backward(logits, targets, log_normalizer, entropy)
+        ctx.columns, ctx.chunk_tokens, ctx.with_entropy = columns, chunk_tokens, with_entropy
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        logits, targets, log_normalizer, entropy = ctx.saved_tensors
+        columns: _Columns = ctx.columns
+        grad_log_probs, grad_entropy = grads
+        grad_logits = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            log_p = columns.scaled(logits[chunk], log_normalizer.dtype).sub_(log_normalizer[chunk, None])
+            probabilities = log_p.exp()
+            grad = probabilities * -grad_log_probs[chunk, None]
+            columns.add_at_targets(grad, targets[chunk], grad_log_probs[chunk])
+            if ctx.with_entropy:
+                slope = log_p.masked_fill_(columns.is_padding, 0.0).add_(entropy[chunk, None])
+                grad.sub_(slope.mul_(probabilities).mul_(grad_entropy[chunk, None]))
+            grad_logits[chunk] = grad.div_(columns.temperature)
+        return grad_logits, None, None, None, None, None, None
+
+
+class _Columns:
+    """This rank's columns of the vocabulary, and the reductions over all ranks' columns."""
+
+    def __init__(self, logits: Tensor, vocab_size: int, temperature: float, group: ProcessGroup | None) -> None:
+        size = logits.shape[1]
+        self.group = group if group is not None and group.size() > 1 else None
+        self.first = size * self.group.rank() if self.group is not None else 0
+        self.size = size
+        self.temperature = temperature
+        self.is_padding = (
+            torch.arange(self.first, self.first + size, device=logits.device) >= vocab_size
+        )  # [vocab / tp]
+
+    def scaled(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """logits / temperature as a copy in `dtype`, padding −inf."""
+        return logits.to(dtype, copy=True).div_(self.temperature).masked_fill_(self.is_padding, -torch.inf)
+
+    def log_normalizer(self, scaled: Tensor) -> Tensor:
+        """[tokens]: log Σ_v exp(z_v) over all ranks."""
+        highest = scaled.amax(dim=1)
+        if self.group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
+        return self.sum((scaled - highest[:, None]).exp_().sum(dim=1)).log() + highest
+
+    def sum(self, values: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def at_targets(self, scaled: Tensor, targets: Tensor) -> Tensor:
+        """[tokens]: z[target], from the rank that has the column."""
+        is_mine, column = self._mine(targets)
+        return self.sum(scaled.gather(1, column[:, None])[:, 0].masked_fill(~is_mine, 0.0))
+
+    def add_at_targets(self, values: Tensor, targets: Tensor, addend: Tensor) -> None:
+        is_mine, column = self._mine(targets)
+        values.scatter_add_(1, column[:, None], addend.masked_fill(~is_mine, 0.0)[:, None])
+
+    def _mine(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        column = targets - self.first
+        is_mine = (column >= 0) & (column < self.size)
+        return is_mine, column.masked_fill(~is_mine, 0)
