@@ -1,0 +1,18 @@
+# Environment of a rank. Source it: `. launch/env.sh`. torchrun.sh and slurm.sbatch do.
+
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TOKENIZERS_PARALLELISM=false
+# Megatron overlaps tensor-parallel communication with computation only if kernels start in the order of calls.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# vLLM's sleep mode needs a memory pool of its own, which expandable segments do not allow.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:False}"
+# A hung collective ends the process, and with it the job, instead of holding the GPUs.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+
+# In a task of srun: Slurm's numbers under the names that torch.distributed reads.
+join_slurm() {
+    export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
+    export LOCAL_WORLD_SIZE="${SLURM_NTASKS_PER_NODE:-$SLURM_NTASKS}"
+    export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+    export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
+}
