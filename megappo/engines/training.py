@@ -126,6 +126,6 @@ class TrainingEngine(ModelEngine):
         shares = self._run(micros, share, forward_only=False)
         total = torch.stack(shares).sum(0) if self.mesh.is_last_stage else None
         if total is not None:
-            total = sum_over(self.mesh.dp_group)(total)
+            total = sum_over(self.mesh.dp_group, self.mesh.device)(total)
         total = broadcast_from_last_stage(total, self.mesh, (len(loss.metrics),), torch.float64)
         return dict(zip(loss.metrics, total.tolist(), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.algorithms.advantages import gae, token_rewards, whiten
+from megappo.algorithms.advantages import ESTIMATORS, token_rewards, whiten
 from megappo.algorithms.kl import KLController, kl_estimate
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.experience.batch import ExperienceBatch
@@ -28,16 +28,17 @@ class AdvantagePhase:
         rewards = token_rewards(
             batch.get("scores"),
             mask,
-            old_log_probs=batch.padded(batch.get("old_log_probs")) if with_kl else None,
+            old_log_probs=batch.padded(batch.get("old_log_probs")),
             ref_log_probs=batch.padded(batch.get("ref_log_probs")) if with_kl else None,
             beta=self.controller.coefficient,
             kl_penalty=self.config.kl_penalty,
         )
-        advantages, returns = gae(
-            rewards, batch.padded(batch.get("values")), mask, gamma=self.config.gamma, lam=self.config.lam
+        estimate = ESTIMATORS[self.config.adv_estimator]
+        advantages, returns = estimate(
+            rewards, batch.padded(batch.get("values")), mask, self.config.gamma, self.config.lam
         )
         if self.config.whiten_advantages:
-            advantages = whiten(advantages, mask, sum_over(self.mesh.dp_group))
+            advantages = whiten(advantages, mask, sum_over(self.mesh.dp_group, self.mesh.device))
         return batch.fill(
             token_rewards=batch.flat(rewards), advantages=batch.flat(advantages), returns=batch.flat(returns)
         )
@@ -47,7 +48,9 @@ class AdvantagePhase:
         used = self.controller.coefficient
         if not self.config.use_kl_in_reward:
             return {}
-        kl = kl_estimate(self.config.kl_penalty, batch.get("old_log_probs"), batch.get("ref_log_probs"))
+        kl = kl_estimate(
+            self.config.kl_penalty, batch.get("old_log_probs"), batch.get("ref_log_probs"), batch.response_mask
+        )
         current, sequences = sequence_mean(batch, kl, self.mesh)
         self.controller.update(current, sequences)
         return {"kl/reward_coef": used}

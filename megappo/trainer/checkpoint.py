@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec
-from megappo.parallel.collectives import all_gather_objects
+from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
 MANIFEST = "manifest.json"
@@ -117,7 +117,7 @@ class CheckpointStore:
 
     def _checksums(self, folder: Path, files: list[str]) -> dict[str, list[int]]:
         mine = {name: _fingerprint(folder / name) for name in files[self._mesh.rank :: self._mesh.world_size]}
-        return dict(sorted(item for part in all_gather_objects(mine) for item in part.items()))
+        return dict(sorted(item for part in gather_objects(mine, dist.group.WORLD) for item in part.items()))
 
     def _check_files(self, path: Path) -> None:
         expected = json.loads((path / MANIFEST).read_text())
@@ -178,11 +178,11 @@ def _signature(spec: ModelSpec) -> dict[str, Any]:
     """What two models must share to load each other's checkpoints."""
     shape = spec.shape
     return {
-        "family": spec.family.name,
+        "model_type": spec.family.model_type,
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
         "vocab_size": shape.vocab_size,
     }
 

@@ -58,9 +58,8 @@ class Evaluator:
         local = torch.tensor(
             [sum(scored.scores), sum(len(sample.response_ids) for sample in samples), sum(right or ()), solved],
             dtype=torch.float64,
-            device=self.mesh.device,
         )
-        reward, length, correct, passed = sum_over(self.mesh.dp_group)(local).tolist()
+        reward, length, correct, passed = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()
         summary = {"reward": reward / (num_prompts * n), "response_length": length / (num_prompts * n)}
         if right is not None:
             summary |= {"exact_match": correct / (num_prompts * n), "pass_at_k": passed / num_prompts}

@@ -11,7 +11,7 @@ from torch import Tensor
 from megappo.experience.batch import ExperienceBatch
 from megappo.parallel.collectives import max_over, sum_over
 from megappo.parallel.mesh import Mesh
-from megappo.rewards.score import ScoredBatch
+from megappo.rewards.reward import ScoredBatch
 
 
 @dataclass
@@ -36,9 +36,8 @@ class _Reductions:
         self.maxima["-" + name] = float((-values).max()) if values.numel() else float("-inf")
 
     def reduced(self) -> dict[str, float]:
-        device = self.mesh.device
-        pairs = sum_over(self.mesh.dp_group)(torch.tensor(list(self.sums.values()), dtype=torch.float64, device=device))
-        peaks = max_over(self.mesh.dp_group)(torch.tensor(list(self.maxima.values()), dtype=torch.float64, device=device))
+        pairs = sum_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(list(self.sums.values()), dtype=torch.float64))
+        peaks = max_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(list(self.maxima.values()), dtype=torch.float64))
         means = {name: (float(total / count) if count else 0.0) for name, (total, count) in zip(self.sums, pairs, strict=True)}
         for name, peak in zip(self.maxima, peaks.tolist(), strict=True):
             means[name.removeprefix("-")] = -peak if name.startswith("-") else peak
@@ -69,8 +68,8 @@ def sequence_mean(batch: ExperienceBatch, per_token: Tensor, mesh: Mesh) -> tupl
     Sequences without a response have no mean and count only in the number.
     """
     means = sequence_means(batch, per_token)
-    local = torch.tensor([float(means.sum()), len(means), batch.num_sequences], dtype=torch.float64, device=mesh.device)
-    total, counted, sequences = sum_over(mesh.dp_group)(local).tolist()
+    local = torch.tensor([float(means.sum()), len(means), batch.num_sequences], dtype=torch.float64)
+    total, counted, sequences = sum_over(mesh.dp_group, mesh.device)(local).tolist()
     return (total / counted if counted else 0.0), int(sequences)
 
 
@@ -111,7 +110,7 @@ def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch) 
     out.mean("reward/kl_penalty", torch.where(response_lengths(batch) > 0, scores - rewards, 0.0))
     for name, values in scored.parts.items():
         out.mean(f"reward/parts/{name}", torch.tensor(values, dtype=torch.float64))
-    out.total("reward/failed", float(len(scored.failed)))
+    out.total("reward/failed", float(scored.num_failed))
 
 
 def _add_mismatch(out: _Reductions, batch: ExperienceBatch) -> None:

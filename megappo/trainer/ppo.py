@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.data.iterate import PromptOrder
 from megappo.errors import ExitCode
 from megappo.experience.batch import ExperienceBatch
+from megappo.experience.sample import Prompt
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.advantages import AdvantagePhase
@@ -26,7 +28,8 @@ class PPOTrainer:
 
     mesh: Mesh
     plan: BatchPlan
-    prompts: PromptOrder
+    prompts: Sequence[Prompt]
+    order: PromptOrder
     rollout: RolloutWorker
     reward: RewardWorker
     actor: ActorWorker
@@ -41,7 +44,7 @@ class PPOTrainer:
         positions = self.plan.positions_of(self.mesh.dp_rank)
         for step in self.loop.steps():
             with step.phase("rollout"):
-                prompts = self.prompts.next_batch()
+                prompts = [self.prompts[row] for row in self.order.next_batch()]
                 samples = self.rollout.generate(prompts, positions, step.number, step.progress)
             with step.phase("reward"):
                 scored = self.reward.score(samples)

@@ -55,7 +55,7 @@ def values_at_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
 def global_denominators(minibatch: ExperienceBatch, mesh: Mesh) -> Denominators:
     """Response tokens and sequences of a minibatch, of which every data-parallel rank gives its part."""
     mask = minibatch.padded(minibatch.response_mask)
-    return Denominators.of(mask).reduced(sum_over(mesh.dp_group), mesh.device)
+    return Denominators.of(mask).reduced(sum_over(mesh.dp_group, mesh.device))
 
 
 def _at_tokens(selected: Tensor, mask: Tensor) -> Tensor:

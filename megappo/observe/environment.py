@@ -1,0 +1,37 @@
+"""What a run ran on: versions, devices, the commit of the project. For `environment.json`."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def describe_environment(world_size: int) -> dict[str, Any]:
+    """JSON values: Python, platform, ranks, GPUs, every installed package, and the commit where the project is a checkout."""
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "world_size": world_size,
+        "cpus": os.cpu_count(),
+        "gpus": _gpus(),
+        "commit": _commit(),
+        "command": sys.argv,
+        "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in metadata.distributions())),
+    }
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():  # installed as a package, perhaps inside somebody else's checkout
+        return None
+    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None

@@ -1,0 +1,188 @@
+"""What surrounds every step, whatever is trained: numbers, metrics, evaluation, checkpoints, stopping, the end.
+
+The algorithm is the body of `for step in loop.steps()`; this file knows none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megappo.algorithms.kl import KLController
+from megappo.config.experiment import ExperimentConfig
+from megappo.data.iterate import PromptOrder
+from megappo.data.tokenizer import Tokenizer
+from megappo.errors import ConfigError, ExitCode
+from megappo.experience.sample import RolloutSample
+from megappo.models.build import ModelSpec
+from megappo.models.export_hf import export_hf
+from megappo.observe.metrics import Stopwatch, mean_of
+from megappo.observe.run_folder import RunFolder
+from megappo.parallel.mesh import Mesh
+from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole
+from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.reporter import Reporter
+from megappo.trainer.stop import StopSignal
+from megappo.workers.reward import ScoredSamples
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """What the loop saves, shows and evaluates of the thing that is trained."""
+
+    total_steps: int
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    roles: Mapping[str, SavedRole]
+    order: PromptOrder
+    controller: KLController | None
+    evaluator: Evaluator | None
+
+
+class Step:
+    """One step as its loop body sees it: its number, its clock, and the place for its metrics."""
+
+    def __init__(self, number: int, reporter: Reporter) -> None:
+        self.number = number
+        self.metrics: dict[str, float] = {}
+        self._updates: list[dict[str, float]] = []
+        self._clock = Stopwatch()
+        self._reporter = reporter
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Measures `time/<name>`."""
+        self._reporter.phase(self.number, name)
+        return self._clock.phase(name)
+
+    def progress(self, done: int, total: int) -> None:
+        """Shows how far the phase of the moment is."""
+        self._reporter.progress(done, total)
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        self.metrics |= metrics
+
+    def record_update(self, metrics: Mapping[str, float]) -> None:
+        """Metrics of one of the step's optimizer steps; the step reports their mean."""
+        self._updates.append(dict(metrics))
+
+    def finish(self) -> dict[str, float]:
+        """All metrics of the step, times included."""
+        return self.metrics | mean_of(self._updates) | self._clock.times()
+
+
+class Loop:
+    """Numbers the steps, and does after each what the configuration asks for. Every method is a collective call."""
+
+    def __init__(self, config: ExperimentConfig, mesh: Mesh, parts: LoopParts) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._parts = parts
+        self._folder = RunFolder(Path(config.trainer.run_dir))
+        self._reporter = Reporter(config, mesh, self._folder, parts.total_steps)
+        self._store = CheckpointStore(
+            self._folder.checkpoints, mesh, parts.spec, keep=config.trainer.max_checkpoints
+        )
+        self._stop = StopSignal(mesh)
+        self._last_saved = 0
+        self.outcome = ExitCode.DONE
+
+    def steps(self) -> Iterator[Step]:
+        """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked for."""
+        start = self._start()
+        for number in range(start + 1, self._parts.total_steps + 1):
+            step = Step(number, self._reporter)
+            yield step
+            self._after(step)
+            if number < self._parts.total_steps and self._stop.requested():
+                self._stop_after(number)
+                return
+        self._end()
+
+    def _start(self) -> int:
+        """Resumes or starts; returns the number of steps that lie behind."""
+        path = self._checkpoint_to_resume()
+        if path is None:
+            self._reporter.start(resumed_at=None)
+            if self._config.trainer.val_before_train:
+                self._evaluate(0)
+            return 0
+        state = self._store.load(path, self._parts.roles)
+        if state.seed != self._config.trainer.seed:
+            raise ConfigError(
+                f"trainer.seed: {self._config.trainer.seed}, but {path} was trained with {state.seed}; "
+                f"set trainer.seed={state.seed} or start a new run"
+            )
+        self._parts.order.load_state_dict(state.data)
+        if self._parts.controller is not None and state.kl_controller is not None:
+            self._parts.controller.load_state_dict(state.kl_controller)
+        self._last_saved = state.step
+        self._reporter.start(resumed_at=state.step)
+        return state.step
+
+    def _checkpoint_to_resume(self) -> Path | None:
+        resume = self._config.trainer.resume
+        latest = self._store.latest()
+        if resume == "auto":
+            return latest
+        if resume != "never":
+            return Path(resume)
+        if latest is not None:
+            raise ConfigError(
+                f"trainer.run_dir: {self._folder.path} holds the checkpoint {latest.name}; go on from it with "
+                "trainer.resume=auto (--resume), or choose another folder"
+            )
+        return None
+
+    def _after(self, step: Step) -> None:
+        metrics = step.finish()
+        trainer = self._config.trainer
+        number, is_last = step.number, step.number == self._parts.total_steps
+        metrics |= {"data/epoch": float(self._parts.order.epoch)}
+        self._reporter.step(number, metrics)
+        if trainer.test_freq and number % trainer.test_freq == 0 or is_last:
+            self._evaluate(number)
+        if trainer.save_freq and number % trainer.save_freq == 0:
+            self._save(number)
+
+    def _evaluate(self, step: int) -> None:
+        evaluator = self._parts.evaluator
+        if evaluator is None or not evaluator.sets:
+            return
+        self._reporter.phase(step, "evaluate")
+        self._reporter.evaluation(step, evaluator.run(self._reporter.progress))
+
+    def _save(self, step: int) -> None:
+        if step == self._last_saved:
+            return
+        controller = self._parts.controller
+        state = LoopState(
+            step=step,
+            data=self._parts.order.state_dict(),
+            kl_controller=controller.state_dict() if controller is not None else None,
+            seed=self._config.trainer.seed,
+        )
+        path = self._store.save(self._parts.roles, state)
+        self._reporter.event(step, "checkpoint", path=str(path))
+        self._last_saved = step
+
+    def _stop_after(self, step: int) -> None:
+        self._save(step)
+        self._reporter.event(step, "stopped", reason="a signal asked to stop")
+        self._reporter.stopped(step)
+        self.outcome = ExitCode.STOPPED_AFTER_SAVING
+
+    def _end(self) -> None:
+        total = self._parts.total_steps
+        if self._config.trainer.save_last:
+            self._save(total)
+        if self._config.trainer.export_hf:
+            actor = self._parts.roles["actor"].model
+            target = self._folder.hf / f"step-{total:06d}"
+            export_hf(actor, self._parts.spec, self._mesh, target)
+            if self._mesh.is_writer:
+                self._folder.point_latest(target)
+        self._reporter.done(total)

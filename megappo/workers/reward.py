@@ -1,0 +1,73 @@
+"""The reward worker: one rank of a model-parallel group scores its samples, the others hear the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megappo.config.reward import RewardConfig
+from megappo.errors import RewardError
+from megappo.experience.sample import RolloutSample
+from megappo.parallel.collectives import broadcast_object, sum_over
+from megappo.parallel.mesh import Mesh
+from megappo.rewards.build import RewardScorer, build_reward
+from megappo.rewards.reward import ScoredBatch
+
+# Rules that say right (1) or wrong (0), rather than how good.
+RULES = ("exact_match", "gsm8k", "math_verify")
+
+
+@dataclass(frozen=True)
+class ScoredSamples:
+    """The scores of this rank's samples, in their order; `right` tells which satisfy every rule (None without a rule)."""
+
+    batch: ScoredBatch
+    right: list[bool] | None
+
+    @property
+    def score_tensor(self) -> Tensor:
+        """[B] float32."""
+        return torch.tensor(self.batch.scores, dtype=torch.float32)
+
+
+class RewardWorker:
+    """Scores on the first rank of each model-parallel group, so that no judge is asked twice and no two ranks differ.
+
+    Imports the reward functions when built, on every rank, so that a wrong name fails at once everywhere.
+    """
+
+    def __init__(self, config: RewardConfig, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._rules = [part.name for part in config.parts if part.kind in RULES]
+        self._scorer: RewardScorer = build_reward(config)
+
+    def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
+        """Raises RewardError on every rank where too many samples of the step fail."""
+        outcome = self._score_here(samples) if self._mesh.is_group_leader else None
+        outcome = broadcast_object(outcome, self._mesh.model_parallel_group, self._mesh.group_leader)
+        if isinstance(outcome, RewardError):
+            raise outcome
+        return ScoredSamples(outcome, self._right(outcome))
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        self._scorer.close()
+
+    def _score_here(self, samples: Sequence[RolloutSample]) -> ScoredBatch | RewardError:
+        try:
+            return self._scorer.score(samples, self._sum_counts)
+        except RewardError as error:
+            return error
+
+    def _sum_counts(self, counts: list[int]) -> list[int]:
+        """Over the leaders of all replicas: they are the data-parallel group of a leader."""
+        local = torch.tensor(counts, dtype=torch.float64)
+        return [int(count) for count in sum_over(self._mesh.dp_group, self._mesh.device)(local)]
+
+    def _right(self, scored: ScoredBatch) -> list[bool] | None:
+        if not self._rules:
+            return None
+        return [all(score == 1.0 for score in scores) for scores in zip(*map(scored.parts.get, self._rules), strict=True)]

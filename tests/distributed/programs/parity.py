@@ -1,0 +1,148 @@
+"""Three PPO steps of the product's own loop on recorded rollouts, on any layout; leaves gradients, weights and metrics.
+
+`--break sp-norm` drops the all-reduce of replicated norm weights under sequence parallelism, `--break tied-embedding` that of
+a tied embedding over pipeline stages: the comparison must see both.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.load import load_experiment
+from megappo.engines.optimizer import Optimizer
+from megappo.engines.rollout import Progress, SyncReport
+from megappo.experience.sample import Prompt, RolloutSample
+from megappo.models.build import read_model
+from megappo.models.export_hf import export_hf
+from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.build import build_ppo
+
+VOCABULARY = 99  # the characters that the tiny tokenizer knows
+
+
+class RecordedRollouts:
+    """Stands for the rollout worker: the same samples on every layout, of ragged lengths, one of them empty."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], positions: Sequence[int], step: int, progress: Progress | None = None
+    ) -> list[RolloutSample]:
+        n = 2
+        return [self._sample(prompts[position // n], position, position % n, step) for position in positions]
+
+    def sync_weights(self) -> SyncReport:
+        return SyncReport(bytes_aliased=0, bytes_copied=0, bytes_sent=0, seconds=0.0)
+
+    @staticmethod
+    def _sample(prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:
+        draw = random.Random(1000 * step + position)
+        length = 0 if position == 5 else draw.randint(1, 12)
+        ids = tuple(draw.randrange(4, VOCABULARY) for _ in range(length))
+        log_probs = tuple(-draw.random() for _ in ids)
+        text = "".join(chr(28 + token) for token in ids)
+        return RolloutSample(prompt, position, sample, ids, log_probs, text, "length")
+
+
+def length_reward(sample: RolloutSample) -> float:
+    """Any function of the sample does: it must only vary."""
+    return float(sum(sample.response_ids) % 7) - 3.0
+
+
+@contextlib.contextmanager
+def broken(kind: str | None) -> Any:
+    """Megatron without one of its gradient reductions."""
+    import importlib
+
+    # The package exports a function of the module's name.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    name = {"sp-norm": "_allreduce_non_tensor_model_parallel_grads", "tied-embedding": "_allreduce_word_embedding_grads"}
+    if kind is None:
+        yield
+        return
+    original = getattr(module, name[kind])
+    setattr(module, name[kind], lambda *arguments, **options: None)
+    try:
+        yield
+    finally:
+        setattr(module, name[kind], original)
+
+
+def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """The reduced gradient of each parameter, also where data-parallel ranks hold a shard of each bucket."""
+    wrapped = optimizer.wrapped
+    if wrapped.ddp_config.use_distributed_optimizer:
+        for buffer in wrapped.buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    return {parameter: parameter.main_grad.clone() for parameter in wrapped.module.parameters()}
+
+
+def export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
+    """Writes the gradients as if they were the weights, so that the weight map names them."""
+    gradients = whole_gradients(optimizer)
+    weights = {parameter: parameter.detach().clone() for parameter in gradients}
+    for parameter, gradient in gradients.items():
+        parameter.data.copy_(gradient)
+    export_hf(optimizer.wrapped.module, read_model(model_path), mesh, folder)
+    for parameter, weight in weights.items():
+        parameter.data.copy_(weight)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--runs", nargs="+", required=True, help="NAME[:BREAK]=override,override …")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = {}
+    for run in arguments.runs:
+        name, _, overrides = run.partition("=")
+        results[name] = run_once(arguments.config, overrides.split(",") if overrides else [], arguments.folder / name)
+    if int(__import__("os").environ["RANK"]) == 0:
+        arguments.out.write_text(json.dumps(results))
+
+
+def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, Any]:
+    kind = folder.name.partition("+")[2] or None
+    config = load_experiment(config_file, [*overrides, f"trainer.run_dir={folder / 'run'}"])
+    mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
+    model_path = Path(config.model.path)
+    trainer = dataclasses.replace(build_ppo(config, mesh), rollout=RecordedRollouts())  # type: ignore[arg-type]
+    roles = {"actor": trainer.actor.engine, "critic": trainer.critic.engine}
+    for role, engine in roles.items():
+        _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
+    with broken(kind):
+        trainer.fit()
+    for role, engine in roles.items():
+        export_hf(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
+    trainer.reward.close()
+    stop_mesh()
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines() if mesh.is_writer else []
+    return {"metrics": [json.loads(line) for line in lines]}
+
+
+def _export_first_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
+    """Has the optimizer write its gradients just before its first step."""
+    step = optimizer.step
+
+    def first_step() -> float:
+        export_gradients(optimizer, mesh, folder, model_path)
+        optimizer.step = step  # type: ignore[method-assign]
+        return step()
+
+    optimizer.step = first_step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
