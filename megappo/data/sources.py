@@ -79,7 +79,9 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             columns = _parse_json(line, f"{path}:{number}")
             if not isinstance(columns, dict):
-                raise DataError(f"{path}:{number}: a row is a JSON object, this is {_kind(columns)}")
+                raise DataError(
+                    f"{path}:{number}: a row is a JSON object, this one is of type {type(columns).__name__}"
+                )
             yield Row(columns, index, f"{path}:{number}")
             index += 1
 
@@ -92,7 +94,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
         return
     for index, columns in enumerate(_parse_json(content, str(path))):
         if not isinstance(columns, dict):
-            raise DataError(f"{path}, row {index}: a row is a JSON object, this is {_kind(columns)}")
+            raise DataError(
+                f"{path}, row {index}: a row is a JSON object, this one is of type {type(columns).__name__}"
+            )
         yield Row(columns, index, f"{path}, row {index}")
 
 
@@ -117,7 +121,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             rows = (columns for batch in batches for columns in batch.to_pylist())
             yield from _numbered(rows, str(path))
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -136,7 +140,7 @@ def _folder_rows(spec: str) -> Iterator[Row]:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"{folder}: no data set saved by `datasets` (save_to_disk): {_first_line(error)}; name a file in it instead"
+            f"{folder}: no data set saved by `datasets` (save_to_disk): {first_line(error)}; name a file in it instead"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split is None and len(loaded) == 1:
@@ -157,7 +161,7 @@ def _hub_rows(spec: str) -> Iterator[Row]:
     # The hub's clients raise OSError (network, offline, not found) and ValueError (no such configuration or split).
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{spec}: can't load it from the hub: {_first_line(error)}; without a network, download it elsewhere "
+            f"{spec}: can't load it from the hub: {first_line(error)}; without a network, download it elsewhere "
             "and name a JSONL or Parquet file"
         ) from error
     yield from _numbered(iter(loaded), spec)
@@ -197,9 +201,6 @@ def _nearest_file(path: Path) -> str:
     return f"; did you mean {str(path.parent / close[0])!r}?" if close else ""
 
 
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What another library's error says, short enough to stand inside a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from megappo.data.sources import HUB_PREFIX, first_line
 from megappo.errors import DataError
-
-HUB_PREFIX = "hub:"
 
 
 class Message(TypedDict):
@@ -100,7 +99,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         backend = AutoTokenizer.from_pretrained(name.removeprefix(HUB_PREFIX), local_files_only=not from_hub)
     except (OSError, ValueError, ImportError, KeyError) as error:
         where = "on the hub" if from_hub else "in the folder"
-        raise DataError(f"no usable tokenizer {where} {name!r}: {_first_line(error)}") from error
+        raise DataError(f"no usable tokenizer {where} {name!r}: {first_line(error)}") from error
     eos_ids = _end_tokens(backend.eos_token_id, None if from_hub else Path(name))
     if not eos_ids:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")
@@ -119,7 +118,3 @@ def _end_tokens(own: int | None, folder: Path | None) -> tuple[int, ...]:
             raise DataError(f"{generation_config}:{error.lineno}: not JSON: {error.msg}") from error
         ids += [more] if isinstance(more, int) else (more or [])
     return tuple(dict.fromkeys(ids))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
