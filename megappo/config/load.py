@@ -103,7 +103,7 @@ def _apply_override(document: Document, override: str) -> list[Problem]:
         return [Problem(override, None, "an override has the form a.b=c", "for example actor.optim.lr=1e-6")]
     problem = unknown_path(path, ExperimentConfig)
     if problem is not None:
-        document.locations[path] = COMMAND_LINE
+        document.locations[problem.path] = COMMAND_LINE
         return [problem]
     value = parse_value(text, f"override {override!r}")
     *parents, leaf = path.split(".")

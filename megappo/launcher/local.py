@@ -114,7 +114,7 @@ class _Ranks:
         with ExitStack() as stack:
             output = None
             if rank > 0:
-                output = stack.enter_context((self.log_folder / f"rank-{rank:05d}.log").open("ab"))
+                output = stack.enter_context((self.log_folder / f"rank-{rank:05d}.log").open("wb"))
             return subprocess.Popen(
                 program.command,
                 env={**os.environ, **program.environment, **own},

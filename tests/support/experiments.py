@@ -1,0 +1,47 @@
+"""Small experiment files for tests of configuration and command line: a model folder of one config.json, no weights."""
+
+import json
+from pathlib import Path
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.load import load_experiment
+
+MODEL = {
+    "model_type": "llama",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 64,
+}
+
+EXPERIMENT = """\
+model:
+  path: {folder}/model
+data:
+  train_files: [{folder}/train.jsonl]
+  train_batch_size: 12
+  max_prompt_length: 16
+  max_response_length: 16
+actor:
+  ppo_mini_batch_size: 6
+reward:
+  parts:
+    - {{name: correct, kind: exact_match}}
+trainer:
+  run_dir: {folder}/runs/test
+  total_steps: 3
+"""
+
+
+def write_experiment(folder: Path, more: str = "", **model: object) -> Path:
+    """An experiment that is valid: 12 prompts a step, minibatches of 6, a model of 12 heads, 3 KV heads, 6 layers."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL | model))
+    (folder / "train.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}\n')
+    file = folder / "exp.yaml"
+    file.write_text(EXPERIMENT.format(folder=folder) + more)
+    return file
+
+
+def small_experiment(folder: Path, *overrides: str) -> ExperimentConfig:
+    return load_experiment(write_experiment(folder), overrides)

@@ -1,0 +1,134 @@
+"""Rules across sections: each message, and that what is allowed passes."""
+# ruff: noqa: E501  a line of a table is one case, with the whole message
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config.checks import check_experiment, data_parallel_size, require_sound
+from megappo.config.load import load_experiment
+from megappo.config.problem import Severity
+from megappo.errors import ConfigError
+from tests.support.experiments import small_experiment, write_experiment
+
+
+def found(folder: Path, *overrides: str, world_size: int | None = None, more: str = "", **model: object) -> list[str]:
+    """`error …` and `warning …` lines of the small experiment."""
+    config = load_experiment(write_experiment(folder, more, **model), overrides)
+    return [f"{problem.severity.value} {problem.text()}" for problem in check_experiment(config, world_size)]
+
+
+def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["reward=null"], "error reward: is missing, and trainer.kind ppo learns from it"),
+        (["trainer.total_steps=null"], "error trainer.total_steps: the length of the run is missing"),
+        (["actor.ppo_mini_batch_size=5"], "error actor.ppo_mini_batch_size: 5: does not divide data.train_batch_size 12; nearest that can: 4 or 6"),
+        (["actor.ppo_mini_batch_size=64"], "error actor.ppo_mini_batch_size: 64: does not divide data.train_batch_size 12; nearest that can: 12"),
+        (["layout.dp=4"], "error actor.ppo_mini_batch_size: 6: times rollout.n 1 gives 6 sequences, which don't divide over dp 4; nearest that can: 4 or 12"),
+        (["layout.dp=5"], "error data.train_batch_size: 12: times rollout.n 1 gives 12 sequences, which don't divide over dp 5; nearest that can: 10 or 15"),
+        (["actor.ppo_micro_batch_size_per_gpu=4"], "error actor.ppo_micro_batch_size_per_gpu: 4: does not divide the 6 sequences that a minibatch has on each of 1 data-parallel ranks; nearest that can: 3 or 6"),
+        (["critic.ppo_mini_batch_size=8"], "error critic.ppo_mini_batch_size: 8: does not divide data.train_batch_size 12; nearest that can: 6 or 12"),
+        (["critic.ppo_micro_batch_size_per_gpu=4"], "error critic.ppo_micro_batch_size_per_gpu: 4: does not divide the 6 sequences"),
+        (["critic.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=3"], "error actor.ppo_micro_batch_size_per_gpu: 3: does not divide the 2 sequences"),
+        (["trainer.kind=sft", "layout.dp=5"], "error data.train_batch_size: 12: does not divide over dp 5; nearest that can: 10 or 15"),
+        (["trainer.kind=sft", "actor.ppo_micro_batch_size_per_gpu=5"], "error actor.ppo_micro_batch_size_per_gpu: 5: does not divide the 12 sequences of a step on each of 1 data-parallel ranks; nearest that can: 4 or 6"),
+        (["layout.sequence_parallel=true"], "error layout.sequence_parallel: true: shards activations over the tensor-parallel ranks, and layout.tp is 1"),
+        (["layout.tp=5"], "error layout.tp: 5: does not divide the 12 attention heads (3 KV heads) of"),
+        (["layout.tp=4"], "nearest that can: 3 or 6"),  # 12 heads divide, 3 KV heads neither divide nor are divided
+        (["layout.pp=4"], "error layout.pp: 4: does not divide the 6 layers of"),
+        (["data.max_response_length=49"], "error data.max_response_length: 49: with data.max_prompt_length 16 a sequence has 65 tokens"),
+        (["data.max_response_length=49"], "at most 48"),
+        (["data.train_files=[nowhere/a.jsonl]"], 'error data.train_files.0: "nowhere/a.jsonl": there is no folder nowhere; give a JSONL'),
+        (["data.val_files=[a.jsonl]"], 'error data.val_files.0: "a.jsonl": there is no such file in'),
+        (["model.path=nowhere"], 'error model.path: "nowhere": there is no such folder'),
+        (["critic.path=nowhere"], 'error critic.path: "nowhere": there is no such folder'),
+        (["ref.path=nowhere", "actor.use_kl_loss=true"], 'error ref.path: "nowhere": there is no such folder'),
+        (["model.tokenizer_path=nowhere"], 'error model.tokenizer_path: "nowhere": there is no such file'),
+        (["trainer.resume=nowhere"], 'error trainer.resume: "nowhere": there is no such file'),
+        (["reward.parts.0.kind=function"], "error reward.parts.0.function: is missing, and kind function needs it; for example my_rewards:short_answer"),
+        (["reward.parts.0.function=a:b"], 'error reward.parts.0.function: "a:b": kind exact_match takes no function'),
+        (["reward.parts=[{name: a, kind: function, function: a.b}]"], 'error reward.parts.0.function: "a.b": has to be of the form module:function'),
+        (["reward.parts=[{name: a, kind: gsm8k}, {name: a, kind: exact_match}]"], 'error reward.parts.1.name: "a": another part has this name; for example a_1'),
+        (["data.answer_key=null"], 'error reward.parts.0.kind: "exact_match": kind exact_match compares with an answer, and data.answer_key is null'),
+        (["data.system_prompt=hi", "data.apply_chat_template=false"], 'error data.system_prompt: "hi": needs a chat template'),
+        (["data.prompt_template=Q"], 'error data.prompt_template: "Q": has no place for the prompt; for example "Q: {prompt}"'),
+        (["actor.optim.lr_warmup_steps=9", "actor.optim.lr_decay_steps=9"], "error actor.optim.lr_warmup_steps: 9: the rate would still rise"),
+        (["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "warning actor.use_kl_loss: true: KL counts twice"),
+        (["algorithm.kl_ctrl.type=adaptive"], 'warning algorithm.kl_ctrl.type: "adaptive": does nothing'),
+        (["ref.path=nowhere"], 'warning ref.path: "nowhere": the reference is never read'),
+        (["actor.loss_scale_length=9"], "warning actor.loss_scale_length: 9: does nothing, for actor.loss_agg_mode is token-mean"),
+        (["trainer.test_freq=1"], "warning trainer.test_freq: 1: does nothing, for data.val_files is empty"),
+        (["trainer.evaluation.n=4"], "warning trainer.evaluation.n: 4: all responses to a prompt will be the same"),
+    ],
+)  # fmt: skip
+def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    lines = found(tmp_path, *overrides)
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["layout.tp=3"],
+        ["layout.tp=6"],  # more ranks than KV heads, in equal parts
+        ["layout.tp=12", "layout.sequence_parallel=true"],
+        ["layout.pp=3", "layout.dp=2"],
+        ["rollout.n=2", "layout.dp=12"],
+        ["data.max_response_length=48"],
+        ["data.train_files=['hub:openai/gsm8k:main@train']"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3+", "algorithm.kl_ctrl.type=adaptive"],
+        ["critic.ppo_mini_batch_size=3", "critic.ppo_micro_batch_size_per_gpu=3"],
+        ["trainer.kind=sft", "reward=null", "actor.ppo_mini_batch_size=5"],
+        ["actor.log_prob_micro_batch_size_per_gpu=5"],  # the last of a pass without an update may be smaller
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
+    assert found(tmp_path, *overrides) == []
+
+
+def test_world_size(tmp_path: Path) -> None:
+    assert found(tmp_path, "layout.tp=3", world_size=6) == []
+    (odd,) = found(tmp_path, "layout.tp=3", world_size=4)
+    assert "layout.tp: 3: tp 3 · pp 1 = 3 ranks hold a copy of the model, which does not divide 4 ranks" in odd
+    assert (
+        "start another number of ranks (nearest that can: 3 or 6), or set another tp (nearest that can: 2 or 4)" in odd
+    )
+    (other,) = found(tmp_path, "layout.dp=3", world_size=2)
+    assert "layout.dp: 3: tp 1 · pp 1 · dp 3 = 3 ranks, and 2 are started; 2 or null fit this world size" in other
+    (uneven,) = found(tmp_path, world_size=4)  # dp follows from the world
+    assert "6 sequences, which don't divide over dp 4" in uneven
+    config = small_experiment(tmp_path, "layout.tp=3")
+    assert [data_parallel_size(config, size) for size in (None, 3, 12)] == [None, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "the folder has no config.json"),
+        ("{", "its config.json is not JSON"),
+        ('{"model_type": "gpt2"}', "has model_type 'gpt2', which megappo does not build; the families are llama, qwen2, qwen3"),
+        ("[]", "has model_type None"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "num_attention_heads 0"),
+    ],
+)  # fmt: skip
+def test_model_folders(tmp_path: Path, content: str | None, expected: str) -> None:
+    config = small_experiment(tmp_path)
+    file = tmp_path / "model" / "config.json"
+    file.unlink() if content is None else file.write_text(content)
+    (line,) = [problem.text() for problem in check_experiment(config)]
+    assert line.startswith("model.path: ") and expected in line
+
+
+def test_errors_come_before_warnings_and_raise_together(tmp_path: Path) -> None:
+    config = small_experiment(tmp_path, "algorithm.kl_ctrl.type=adaptive", "layout.pp=4", "layout.tp=5")
+    severities = [problem.severity for problem in check_experiment(config)]
+    assert severities == [Severity.ERROR, Severity.ERROR, Severity.WARNING]
+    with pytest.raises(ConfigError, match=r"2 mistakes[\s\S]*layout.tp: 5[\s\S]*layout.pp: 4") as caught:
+        require_sound(config)
+    assert "adaptive" not in str(caught.value)
