@@ -34,6 +34,15 @@ def test_samples_are_laid_out_flat(batch: ExperienceBatch) -> None:
     assert (batch.token_ids.dtype, batch.response_mask.dtype) == (torch.int64, torch.bool)
 
 
+def test_sequences_of_any_origin() -> None:
+    batch = ExperienceBatch.from_sequences([(1, 2, 3), (4, 5)], response_starts=[1, 2], positions=[1, 0])
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.response_mask.int().tolist() == [0, 1, 1, 0, 0]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.positions.tolist() == [1, 0]
+    assert batch.rollout_log_probs.tolist() == [0, 0, 0, 0, 0]
+
+
 def test_padded_view(batch: ExperienceBatch) -> None:
     assert batch.padded(batch.token_ids).tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0], [10, 11, 0, 0, 0]]
     assert batch.padded(batch.token_ids, length=6).shape == (3, 6)

@@ -26,6 +26,8 @@ CLOSED_FORMS = [
     ("k3", 0, -30, 10.0, 0.0),
     ("k3", -30, 0, 10.0, 0.0),
     ("k3", 0, -10.5, math.exp(-10.5) + 9.5, 1 - math.exp(-10.5)),
+    ("k3", -200, 0, 10.0, 0.0),  # e^200 is infinite in float32: without the inner clamp the gradient is 0 · inf
+    ("k3", 0, -200, 10.0, 0.0),
     ("k1", 0, -30, 30.0, 1.0),
     ("k2", -30, 0, 450.0, -30.0),
     # Straight through: value of the named, gradient of k2, which is x - r.
