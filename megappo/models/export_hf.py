@@ -1,5 +1,4 @@
-"""This rank's shard → Hugging Face folder, one parameter at a time: no rank ever holds more than its shard and one
-parameter.
+"""This rank's shard → Hugging Face folder, one parameter at a time: no rank ever holds the whole model.
 
 The first TP rank of each pipeline stage gathers its stage's parameters and writes its own files; the world's first rank
 joins them under one index. Only the first data-parallel replica takes part in the gathering.

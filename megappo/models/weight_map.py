@@ -54,9 +54,7 @@ class Rule:
     is_optional: bool = False
 
     def shard(self, tp: int, tp_rank: int) -> tuple[Segment, ...]:
-        """Segments of the shard that rank `tp_rank` of `tp` holds, in order along `axis`; adjacent rows are one
-        segment.
-        """
+        """The shard of rank `tp_rank` of `tp`, in order along `axis`; rows that continue each other are one segment."""
         if self.axis is None:
             return tuple(segment for block in self.blocks for segment in block)
         pieces: list[Segment] = []

@@ -45,8 +45,9 @@ def _reduction(
 def broadcast_from_last_stage(
     value: Tensor | None, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """`value` of the last pipeline stage, on every stage, on `mesh.device`; other stages give None. `shape` is known to
-    all.
+    """`value` of the last pipeline stage, on every stage's `mesh.device`.
+
+    Other stages give None; all of them know `shape` and `dtype`.
     """
     if mesh.is_last_stage:
         assert value is not None, "the last pipeline stage has the value to broadcast"

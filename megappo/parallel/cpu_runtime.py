@@ -1,6 +1,6 @@
-"""Megatron-core on a host without a GPU: gloo, CPU tensors, no streams. What a GPU without TE needs is in
-`without_te.py`.
+"""Megatron-core on a host without a GPU: gloo, CPU tensors, no streams.
 
+What a GPU without Transformer Engine needs as well is in `without_te.py`.
 Megatron calls `torch.cuda` by name. Each function here replaces one group of those names and says what breaks without
 it. All were seen necessary with megatron-core 0.16.1 and 0.19.2 on torch 2.13.
 """

@@ -1,6 +1,4 @@
-"""The rank grid: Megatron's process groups for a layout, and this rank's place in them. Collectives are in
-`collectives.py`.
-"""
+"""The rank grid: Megatron's groups for a layout, and this rank's place in them. Collectives are in `collectives.py`."""
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
@@ -123,8 +121,7 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
 
 
 def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
-    """Joins the process group of the environment (torchrun's variables; alone without them) and builds Megatron's
-    groups.
+    """Joins the world that torchrun's variables name (one rank alone without them), and builds Megatron's groups.
 
     `seed` seeds torch on this rank, and Megatron's tracker with a stream of its own for each TP rank. A collective that
     waits longer than `timeout` raises. Raises ConfigError where the layout does not fit the number of ranks.

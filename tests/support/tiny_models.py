@@ -28,14 +28,14 @@ def tiny_model(
     num_kv_heads: int = 2,
     head_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
+    value_head: bool = False,
     max_shard_size: str = "5GB",
     **settings: Any,
 ) -> Path:
-    """Writes a model whose every weight is random, biases and norms too, so that a misplaced one is seen; returns
-    `folder`.
+    """Writes a model whose every weight is random, biases and norms too, so that a misplaced one is seen.
 
-    `settings` go to the configuration class (`rope_parameters`, …). `vocab_size` must be at least 128 for
-    `tiny_tokenizer`.
+    `value_head` makes a sequence classifier with one label, as reward models are stored. `settings` go to the
+    configuration class (`rope_parameters`, …). `vocab_size` must be at least 128 for `tiny_tokenizer`.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
@@ -58,7 +58,9 @@ def tiny_model(
         initializer_range=0.1,
         **settings,
     )
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    if value_head:
+        config.num_labels = 1
+    model = getattr(transformers, f"{name}For{'SequenceClassification' if value_head else 'CausalLM'}")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -16,9 +16,7 @@ HFConfig = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """The frequency scaling of Llama 3.1: long wavelengths are divided by `factor`, short ones kept, with a ramp
-    between.
-    """
+    """Llama 3.1's frequency scaling: long wavelengths are stretched by `factor`, short ones kept, a ramp between."""
 
     factor: float
     low_freq_factor: float

@@ -1,0 +1,70 @@
+"""The tiny models that import, export and log-probs are tested on, and what Hugging Face's own forward says of each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.support.tiny_models import FAMILY_NAMES, tiny_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+LANGUAGE_MODELS = (*FAMILY_NAMES, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1")
+"""Cases with logits, float32; the last three have one KV head, or a vocabulary that no TP size divides."""
+VALUE_MODEL = "llama_value"
+BF16_MODEL = "qwen2_bf16"
+
+
+def make_models(root: Path) -> None:
+    """Writes every case under `root`, and `reference.pt` with Hugging Face's numbers beside each."""
+    make = {
+        "llama": lambda folder: tiny_model(folder, "llama", max_shard_size="20KB"),
+        "qwen2": lambda folder: tiny_model(folder, "qwen2", tied=True),
+        "qwen3": lambda folder: tiny_model(folder, "qwen3", tied=True, head_dim=16),
+        "llama_kv1_rope": lambda folder: tiny_model(folder, "llama", num_kv_heads=1, rope_parameters=LLAMA3_ROPE),
+        "qwen2_vocab_131": lambda folder: tiny_model(folder, "qwen2", num_kv_heads=1, tied=True, vocab_size=131),
+        "qwen3_kv1": lambda folder: tiny_model(folder, "qwen3", num_kv_heads=1, vocab_size=131),
+        VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
+        BF16_MODEL: lambda folder: tiny_model(folder, "qwen2", dtype=torch.bfloat16),
+    }
+    for name, write in make.items():
+        write(root / name)
+        if name != BF16_MODEL:
+            read = _hf_values if name == VALUE_MODEL else _hf_log_probs
+            torch.save(read(root / name), root / name / "reference.pt")
+
+
+def tokens() -> Tensor:
+    """[3, 24] int64: the input of every case."""
+    return torch.randint(0, 128, (3, 24), generator=torch.Generator().manual_seed(7))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What `reference.pt` holds: `[3, 23]` log-prob of each next token, or `[3, 24]` values."""
+
+    numbers: Tensor
+
+    @classmethod
+    def read(cls, folder: Path) -> "Reference":
+        return cls(torch.load(folder / "reference.pt"))
+
+
+@torch.no_grad()
+def _hf_log_probs(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens()).logits
+    return logits[:, :-1].log_softmax(-1).gather(2, tokens()[:, 1:, None])[..., 0]
+
+
+@torch.no_grad()
+def _hf_values(folder: Path) -> Tensor:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    return model.score(model.model(tokens()).last_hidden_state)[..., 0]
