@@ -75,7 +75,11 @@ class ExperienceBatch:
         """Batches sequences of any origin: tokens from `response_starts` on are responses, rollout log-probs are 0."""
         lengths = torch.tensor([len(tokens) for tokens in token_ids], dtype=torch.int64)
         flat = torch.tensor([token for tokens in token_ids for token in tokens], dtype=torch.int64)
-        mask = [place >= start for tokens, start in zip(token_ids, response_starts, strict=True) for place in range(len(tokens))]
+        mask = [
+            place >= start
+            for tokens, start in zip(token_ids, response_starts, strict=True)
+            for place in range(len(tokens))
+        ]
         return cls(
             token_ids=flat,
             response_mask=torch.tensor(mask, dtype=torch.bool),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from torch import nn
 
@@ -57,7 +56,9 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     actor = roles.actor(total_steps * plan.actor.optimizer_steps)
     critic = roles.critic(total_steps * plan.critic.optimizer_steps)
     rollout = rollout_worker(config, mesh, spec, tokenizer, actor.model)
-    controller = KLController(**config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type)
+    controller = KLController(
+        **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type
+    )
     scale_length = config.actor.loss_scale_length or config.data.max_response_length
     micro = config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
     return PPOTrainer(
@@ -91,6 +92,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
             ),
         ),
         seed=config.trainer.seed,
+        max_response_length=config.data.max_response_length,
     )
 
 
@@ -205,5 +207,3 @@ def evaluator(
 def saved_roles(**roles: TrainedRole) -> dict[str, SavedRole]:
     """What a checkpoint holds of each trained role."""
     return {name: SavedRole(role.model, role.engine.optimizer) for name, role in roles.items()}
-
-

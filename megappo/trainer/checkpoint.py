@@ -93,7 +93,9 @@ class CheckpointStore:
         self._check_files(path)
         missing = [name for name in roles if not (path / name).is_dir()]
         if missing:
-            raise DataError(f"{path}: this checkpoint holds no {missing[0]}; resume with the configuration that wrote it")
+            raise DataError(
+                f"{path}: this checkpoint holds no {missing[0]}; resume with the configuration that wrote it"
+            )
         for name, role in roles.items():
             load_role(path / name, role)
         rng = path / "rng" / f"rank-{self._mesh.rank:05d}.pt"
@@ -189,9 +191,15 @@ def _signature(spec: ModelSpec) -> dict[str, Any]:
 
 def _check_same_model(path: Path, saved: dict[str, Any], spec: ModelSpec) -> None:
     ours = _signature(spec)
-    differing = [f"{key} {saved.get(key)} there, {value} in {spec.folder}" for key, value in ours.items() if saved.get(key) != value]
+    differing = [
+        f"{key} {saved.get(key)} there, {value} in {spec.folder}"
+        for key, value in ours.items()
+        if saved.get(key) != value
+    ]
     if differing:
-        raise DataError(f"{path}: a checkpoint of another model ({'; '.join(differing)}); set model.path to that model's folder")
+        raise DataError(
+            f"{path}: a checkpoint of another model ({'; '.join(differing)}); set model.path to that model's folder"
+        )
 
 
 def _files(folder: Path) -> list[str]:
@@ -208,7 +216,11 @@ def _fingerprint(path: Path) -> list[int]:
 
 
 def _rng_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -39,7 +39,9 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for index, (name, prompts) in enumerate(self.sets.items()):
             samples, scored = self._sample(prompts, index, progress)
-            metrics |= {f"eval/{name}/{key}": value for key, value in self._summary(samples, scored, len(prompts)).items()}
+            metrics |= {
+                f"eval/{name}/{key}": value for key, value in self._summary(samples, scored, len(prompts)).items()
+            }
         return metrics
 
     def _sample(
@@ -56,7 +58,7 @@ class Evaluator:
         right = scored.right
         solved = sum(any(right[start : start + n]) for start in range(0, len(right), n)) if right is not None else 0
         local = torch.tensor(
-            [sum(scored.scores), sum(len(sample.response_ids) for sample in samples), sum(right or ()), solved],
+            [sum(scored.batch.scores), sum(len(sample.response_ids) for sample in samples), sum(right or ()), solved],
             dtype=torch.float64,
         )
         reward, length, correct, passed = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megappo.engines.rollout import SyncReport
 from megappo.experience.batch import ExperienceBatch
 from megappo.parallel.collectives import max_over, sum_over
 from megappo.parallel.mesh import Mesh
@@ -36,9 +37,16 @@ class _Reductions:
         self.maxima["-" + name] = float((-values).max()) if values.numel() else float("-inf")
 
     def reduced(self) -> dict[str, float]:
-        pairs = sum_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(list(self.sums.values()), dtype=torch.float64))
-        peaks = max_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(list(self.maxima.values()), dtype=torch.float64))
-        means = {name: (float(total / count) if count else 0.0) for name, (total, count) in zip(self.sums, pairs, strict=True)}
+        pairs = sum_over(self.mesh.dp_group, self.mesh.device)(
+            torch.tensor(list(self.sums.values()), dtype=torch.float64)
+        )
+        peaks = max_over(self.mesh.dp_group, self.mesh.device)(
+            torch.tensor(list(self.maxima.values()), dtype=torch.float64)
+        )
+        means = {
+            name: (float(total / count) if count else 0.0)
+            for name, (total, count) in zip(self.sums, pairs, strict=True)
+        }
         for name, peak in zip(self.maxima, peaks.tolist(), strict=True):
             means[name.removeprefix("-")] = -peak if name.startswith("-") else peak
         return means
@@ -74,7 +82,7 @@ def sequence_mean(batch: ExperienceBatch, per_token: Tensor, mesh: Mesh) -> tupl
 
 
 def experience_metrics(
-    batch: ExperienceBatch, scored: ScoredBatch, mesh: Mesh, *, max_response_length: int
+    batch: ExperienceBatch, scored: ScoredBatch, mesh: Mesh, max_response_length: int
 ) -> dict[str, float]:
     """All metrics of SEMANTICS §8 that describe a step's experience, equal on every rank."""
     out = _Reductions(mesh)
@@ -93,6 +101,7 @@ def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
     responses = response_lengths(batch).double()
     prompts = batch.lengths - responses
     out.mean("response_length/mean", responses)
+    out.total("response_tokens", float(responses.sum()))
     out.maximum("response_length/max", responses)
     out.minimum("response_length/min", responses)
     out.mean("response_length/clip_ratio", (responses >= limit).double())
@@ -131,6 +140,19 @@ def _with_effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     return metrics | {"rollout/ess": weight**2 / squared if squared else 0.0}
 
 
-def mean_metrics(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over a step's optimizer steps."""
-    return {name: sum(metrics[name] for metrics in steps) / len(steps) for name in (steps[0] if steps else {})}
+def global_tokens(batch: ExperienceBatch, mesh: Mesh) -> int:
+    """Tokens of the step's sequences over all data-parallel ranks, prompts included."""
+    return int(sum_over(mesh.dp_group, mesh.device)(torch.tensor(batch.num_tokens)))
+
+
+def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
+    """`hybrid/…` of one weight sync: bytes over all ranks, seconds of the slowest."""
+    moved = torch.tensor([report.bytes_sent, report.bytes_aliased, report.bytes_copied], dtype=torch.float64)
+    sent, aliased, copied = sum_over(dist.group.WORLD, mesh.device)(moved).tolist()
+    seconds = max_over(dist.group.WORLD, mesh.device)(torch.tensor(report.seconds, dtype=torch.float64))
+    return {
+        "hybrid/bytes_sent": sent,
+        "hybrid/bytes_aliased": aliased,
+        "hybrid/bytes_copied": copied,
+        "hybrid/seconds": float(seconds),
+    }

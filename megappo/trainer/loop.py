@@ -5,7 +5,10 @@ The algorithm is the body of `for step in loop.steps()`; this file knows none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.reporter import Reporter
+from megappo.trainer.samples import gathered_rows
 from megappo.trainer.stop import StopSignal
 from megappo.workers.reward import ScoredSamples
 
@@ -46,8 +50,9 @@ class LoopParts:
 class Step:
     """One step as its loop body sees it: its number, its clock, and the place for its metrics."""
 
-    def __init__(self, number: int, reporter: Reporter) -> None:
+    def __init__(self, number: int, reporter: Reporter, world_size: int) -> None:
         self.number = number
+        self._world_size = world_size
         self.metrics: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._clock = Stopwatch()
@@ -69,9 +74,10 @@ class Step:
         """Metrics of one of the step's optimizer steps; the step reports their mean."""
         self._updates.append(dict(metrics))
 
-    def finish(self) -> dict[str, float]:
-        """All metrics of the step, times included."""
-        return self.metrics | mean_of(self._updates) | self._clock.times()
+    def finish(self, num_tokens: int) -> None:
+        """Ends the step's clock. `num_tokens` are the tokens of its sequences over all ranks, prompts included."""
+        self.metrics |= mean_of(self._updates) | self._clock.times()
+        self.metrics |= throughput(self.metrics, num_tokens, self._world_size)
 
 
 class Loop:
@@ -83,18 +89,17 @@ class Loop:
         self._parts = parts
         self._folder = RunFolder(Path(config.trainer.run_dir))
         self._reporter = Reporter(config, mesh, self._folder, parts.total_steps)
-        self._store = CheckpointStore(
-            self._folder.checkpoints, mesh, parts.spec, keep=config.trainer.max_checkpoints
-        )
+        self._store = CheckpointStore(self._folder.checkpoints, mesh, parts.spec, keep=config.trainer.max_checkpoints)
         self._stop = StopSignal(mesh)
         self._last_saved = 0
+        self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE
 
     def steps(self) -> Iterator[Step]:
         """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked for."""
         start = self._start()
         for number in range(start + 1, self._parts.total_steps + 1):
-            step = Step(number, self._reporter)
+            step = Step(number, self._reporter, self._mesh.world_size)
             yield step
             self._after(step)
             if number < self._parts.total_steps and self._stop.requested():
@@ -108,7 +113,7 @@ class Loop:
         if path is None:
             self._reporter.start(resumed_at=None)
             if self._config.trainer.val_before_train:
-                self._evaluate(0)
+                self._reporter.step(0, {}, self._evaluate(0))
             return 0
         state = self._store.load(path, self._parts.roles)
         if state.seed != self._config.trainer.seed:
@@ -137,23 +142,29 @@ class Loop:
             )
         return None
 
+    def keep_samples(self, step: int, samples: Sequence[RolloutSample], scored: ScoredSamples) -> None:
+        """Writes some of the step's rollouts where it is their turn (`observe.samples_freq`)."""
+        observe = self._config.observe
+        if observe.samples_freq and (step == 1 or step % observe.samples_freq == 0):
+            self._reporter.samples(step, gathered_rows(samples, scored, self._mesh, observe.samples_per_step))
+
     def _after(self, step: Step) -> None:
-        metrics = step.finish()
         trainer = self._config.trainer
         number, is_last = step.number, step.number == self._parts.total_steps
-        metrics |= {"data/epoch": float(self._parts.order.epoch)}
-        self._reporter.step(number, metrics)
-        if trainer.test_freq and number % trainer.test_freq == 0 or is_last:
-            self._evaluate(number)
+        step.metrics |= {"data/epoch": float(self._parts.order.epoch), "time/checkpoint": self._checkpoint_seconds}
+        is_due = is_last or (trainer.test_freq > 0 and number % trainer.test_freq == 0)
+        evaluation = self._evaluate(number) if is_due else {}
+        # Before the checkpoint: a step that a resumed run does not repeat must not be missing from the metrics.
+        self._reporter.step(number, step.metrics, evaluation)
         if trainer.save_freq and number % trainer.save_freq == 0:
             self._save(number)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> dict[str, float]:
         evaluator = self._parts.evaluator
         if evaluator is None or not evaluator.sets:
-            return
+            return {}
         self._reporter.phase(step, "evaluate")
-        self._reporter.evaluation(step, evaluator.run(self._reporter.progress))
+        return evaluator.run(self._reporter.progress)
 
     def _save(self, step: int) -> None:
         if step == self._last_saved:
@@ -165,15 +176,19 @@ class Loop:
             kl_controller=controller.state_dict() if controller is not None else None,
             seed=self._config.trainer.seed,
         )
+        begin = time.perf_counter()
+        self._reporter.phase(step, "checkpoint")
         path = self._store.save(self._parts.roles, state)
-        self._reporter.event(step, "checkpoint", path=str(path))
+        # Reported with the next step: the line of this one is already on disk.
+        self._checkpoint_seconds = time.perf_counter() - begin
+        self._reporter.event(step, "checkpoint", path=str(path), seconds=self._checkpoint_seconds)
         self._last_saved = step
 
     def _stop_after(self, step: int) -> None:
         self._save(step)
         self._reporter.event(step, "stopped", reason="a signal asked to stop")
-        self._reporter.stopped(step)
         self.outcome = ExitCode.STOPPED_AFTER_SAVING
+        self._reporter.finish(step, self.outcome)
 
     def _end(self) -> None:
         total = self._parts.total_steps
@@ -185,4 +200,23 @@ class Loop:
             export_hf(actor, self._parts.spec, self._mesh, target)
             if self._mesh.is_writer:
                 self._folder.point_latest(target)
-        self._reporter.done(total)
+        self._reporter.finish(total, self.outcome)
+
+
+def throughput(metrics: Mapping[str, float], num_tokens: int, world_size: int) -> dict[str, float]:
+    """`perf/…` of a step and `rollout/tokens_per_second` (response tokens, all ranks), from its times."""
+    rates = {
+        "perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size,
+        "perf/peak_memory_bytes": float(peak_memory_bytes()),
+    }
+    if metrics.get("time/rollout") and "response_tokens" in metrics:
+        rates["rollout/tokens_per_second"] = metrics["response_tokens"] / metrics["time/rollout"]
+    return rates
+
+
+def peak_memory_bytes() -> int:
+    """Largest memory of this process so far: the device's where there is one, resident memory otherwise."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes if sys.platform == "darwin" else kilobytes * 1024

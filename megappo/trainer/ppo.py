@@ -12,7 +12,7 @@ from megappo.experience.sample import Prompt
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.advantages import AdvantagePhase
-from megappo.trainer.experience_metrics import experience_metrics
+from megappo.trainer.experience_metrics import experience_metrics, global_tokens, sync_metrics
 from megappo.trainer.loop import Loop
 from megappo.trainer.minibatches import minibatches
 from megappo.workers.actor import ActorWorker
@@ -38,6 +38,7 @@ class PPOTrainer:
     advantages: AdvantagePhase
     loop: Loop
     seed: int
+    max_response_length: int
 
     def fit(self) -> ExitCode:
         """Trains until the last step, or until a signal asks to stop."""
@@ -57,7 +58,7 @@ class PPOTrainer:
                 batch = self.critic.fill_values(batch)
             with step.phase("advantages"):
                 batch = self.advantages.fill(batch)
-                step.record(experience_metrics(batch, scored, self.mesh, self.plan))
+                step.record(experience_metrics(batch, scored.batch, self.mesh, self.max_response_length))
                 step.record(self.advantages.update_coefficient(batch))
             with step.phase("update_critic"):
                 for minibatch in minibatches(batch, self.plan.critic, seed=self.seed, step=step.number):
@@ -66,6 +67,7 @@ class PPOTrainer:
                 for minibatch in minibatches(batch, self.plan.actor, seed=self.seed, step=step.number):
                     step.record_update(self.actor.update(minibatch))
             with step.phase("weight_sync"):
-                step.record(self.rollout.sync_weights())
-            step.finish(samples, scored, batch)
+                step.record(sync_metrics(self.rollout.sync_weights(), self.mesh))
+            step.finish(global_tokens(batch, self.mesh))
+            self.loop.keep_samples(step.number, samples, scored)
         return self.loop.outcome

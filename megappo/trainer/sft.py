@@ -16,6 +16,7 @@ from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import MiniBatchPlan
+from megappo.trainer.experience_metrics import global_tokens
 from megappo.trainer.loop import Loop
 from megappo.workers.policy import LogProbs, global_denominators
 
@@ -46,7 +47,7 @@ class SupervisedTrainer:
                 report = self.engine.update(micros, SupervisedLoss(self.log_probs, denominators))
                 step.record(report.metrics)
                 step.record({"sft/grad_norm": report.grad_norm, "sft/lr": report.learning_rate})
-            step.finish(num_tokens=batch.num_tokens * self.mesh.dp)
+            step.finish(global_tokens(batch, self.mesh))
         return self.loop.outcome
 
 

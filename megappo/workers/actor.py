@@ -42,9 +42,7 @@ class ActorWorker:
 class ActorLoss:
     """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL, each with global denominators."""
 
-    def __init__(
-        self, config: ActorConfig, log_probs: LogProbs, denominators: Denominators, scale_length: int
-    ) -> None:
+    def __init__(self, config: ActorConfig, log_probs: LogProbs, denominators: Denominators, scale_length: int) -> None:
         self._config = config
         self._log_probs = log_probs
         self._denominators = denominators

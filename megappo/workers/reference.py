@@ -18,9 +18,7 @@ class ReferenceWorker:
 
     def fill_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
         mesh = self.engine.mesh
-        micros = micro_batches(
-            batch, self._micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device
-        )
+        micros = micro_batches(batch, self._micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
         return batch.fill(ref_log_probs=self.engine.per_token(micros, self._log_probs))
 
 

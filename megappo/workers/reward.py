@@ -70,4 +70,6 @@ class RewardWorker:
     def _right(self, scored: ScoredBatch) -> list[bool] | None:
         if not self._rules:
             return None
-        return [all(score == 1.0 for score in scores) for scores in zip(*map(scored.parts.get, self._rules), strict=True)]
+        return [
+            all(score == 1.0 for score in scores) for scores in zip(*map(scored.parts.get, self._rules), strict=True)
+        ]

@@ -32,7 +32,9 @@ def largest_difference(folder: Path, reference: Path, origin: Path | None = None
     A tensor that is zero (or unchanged) in the reference must be so in the folder too.
     """
     ours, theirs = read_folder(folder), read_folder(reference)
-    assert ours.keys() == theirs.keys(), f"{folder} and {reference} hold different tensors: {ours.keys() ^ theirs.keys()}"
+    assert ours.keys() == theirs.keys(), (
+        f"{folder} and {reference} hold different tensors: {ours.keys() ^ theirs.keys()}"
+    )
     start = read_folder(origin) if origin is not None else {}
     worst = Difference(0.0, "none")
     for name, expected in theirs.items():

@@ -63,7 +63,10 @@ def broken(kind: str | None) -> Any:
 
     # The package exports a function of the module's name.
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    name = {"sp-norm": "_allreduce_non_tensor_model_parallel_grads", "tied-embedding": "_allreduce_word_embedding_grads"}
+    name = {
+        "sp-norm": "_allreduce_non_tensor_model_parallel_grads",
+        "tied-embedding": "_allreduce_word_embedding_grads",
+    }
     if kind is None:
         yield
         return
