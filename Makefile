@@ -16,7 +16,7 @@ CONSTRAINTS := requirements/constraints-cpu.txt
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 MEGAPPO := $(BIN)/python -m megappo
-WARM_START := runs/demo_warm_start
+WARM_START := runs/demo-warm-start/hf/latest
 
 .DEFAULT_GOAL := help
 .PHONY: setup demo test test-slow lint bench clean help
@@ -34,7 +34,7 @@ $(INSTALLED): setup.py $(CONSTRAINTS)
 
 demo: setup  ## teach a small model to add: data, warm start (both cached), PPO on two ranks (5 minutes)
 	@$(BIN)/python tools/make_demo.py
-	@test -n "$$(ls -d $(WARM_START)/hf/*/config.json 2>/dev/null)" || $(MEGAPPO) train yaml/demo_warm_start.yaml
+	@test -f $(WARM_START)/config.json || $(MEGAPPO) train yaml/demo_warm_start.yaml
 	@rm -rf runs/demo  # it starts anew
 	@$(MEGAPPO) train yaml/demo_cpu.yaml trainer.seed=$(SEED) data.seed=$(SEED) $(OVERRIDES)
 

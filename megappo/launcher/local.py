@@ -33,8 +33,8 @@ SECOND_SIGNAL_SECONDS = 8.0
 class RankProgram:
     """What every rank runs, and how it is watched.
 
-    `log_folder` takes the output of ranks 1 and up, `rank-00001.log`; rank 0 writes to the console. Without a folder
-    they are kept only until the run has ended. `if_interrupted` gives the end of the line that Ctrl-C leaves.
+    `log_folder` takes the output of ranks 1 and up, `rank-00001.out`; rank 0 writes to the console. Without a folder
+    it is kept only until the run has ended. `if_interrupted` gives the end of the line that Ctrl-C leaves.
     """
 
     command: tuple[str, ...]
@@ -114,7 +114,7 @@ class _Ranks:
         with ExitStack() as stack:
             output = None
             if rank > 0:
-                output = stack.enter_context((self.log_folder / f"rank-{rank:05d}.log").open("wb"))
+                output = stack.enter_context((self.log_folder / f"rank-{rank:05d}.out").open("wb"))
             return subprocess.Popen(
                 program.command,
                 env={**os.environ, **program.environment, **own},

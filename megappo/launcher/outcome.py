@@ -75,7 +75,7 @@ def _too_late(outcome: Outcome) -> str:
 
 def _tail(rank: int, log_folder: Path) -> str:
     """The last lines that the rank wrote; rank 0 wrote them to the console already."""
-    log = log_folder / f"rank-{rank:05d}.log"
+    log = log_folder / f"rank-{rank:05d}.out"
     if not log.exists():
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LOG_LINES:]

@@ -45,7 +45,7 @@ print("hello", rank)
     first, second = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
     assert first | {"RANK": "1", "LOCAL_RANK": "1"} == second
     assert (first["WORLD_SIZE"], first["MASTER_ADDR"], first["OMP_NUM_THREADS"]) == ("2", "127.0.0.1", "1")
-    assert (tmp_path / "logs" / "rank-00001.log").read_text() == "hello 1\n"
+    assert (tmp_path / "logs" / "rank-00001.out").read_text() == "hello 1\n"
 
 
 CLAIM = """
