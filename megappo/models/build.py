@@ -6,6 +6,7 @@ import math
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.spec import Layers, block_spec
+from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, padded_vocab_size
 from megappo.parallel.mesh import Mesh
 
@@ -54,7 +56,19 @@ def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Laye
             sequence_parallel=mesh.sequence_parallel,
             tp_group=mesh.tp_group,
         )
+    _mark_shards(model, spec, head)
     return model
+
+
+def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
+    """Sets the attribute by which the gradient norm knows shards from copies that every TP rank holds.
+
+    Megatron sets it on weights only while it initialises them (0.16.1, 0.19.2), which is skipped here; without it the norm,
+    and so clipping, counts the shards of TP rank 0 alone.
+    """
+    for parameter in stage_parameters(model, spec.family.weight_map(spec.shape, head)):
+        if parameter.rule.axis is not None and not hasattr(parameter.tensor, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter.tensor, True, parameter.rule.axis, 1)
 
 
 def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:

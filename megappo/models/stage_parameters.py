@@ -26,7 +26,7 @@ def stage_parameters(model: nn.Module, weight_map: WeightMap) -> Iterator[StageP
     found: dict[str, Tensor] = {}
     numbers = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}  # type: ignore
     for name, tensor in model.named_parameters():
-        found[_global_name(name, numbers)] = tensor.data
+        found[_global_name(name, numbers)] = tensor
     unknown = sorted(set(found) - set(rules))
     assert not unknown, f"the weight map has no rule for {', '.join(unknown)}"
     for name, rule in rules.items():

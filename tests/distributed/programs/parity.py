@@ -4,6 +4,8 @@
 a tied embedding over pipeline stages: the comparison must see both.
 """
 
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
 import argparse
 import contextlib
 import dataclasses
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
 from megappo.engines.optimizer import Optimizer
@@ -112,8 +115,9 @@ def main() -> None:
     for run in arguments.runs:
         name, _, overrides = run.partition("=")
         results[name] = run_once(arguments.config, overrides.split(",") if overrides else [], arguments.folder / name)
-    if int(__import__("os").environ["RANK"]) == 0:
+    if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(results))
+    stop_mesh()
 
 
 def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, Any]:
@@ -130,7 +134,8 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     for role, engine in roles.items():
         export_hf(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
     trainer.reward.close()
-    stop_mesh()
+    # The default group stays: torchrun's store does not take a second one with the same names.
+    parallel_state.destroy_model_parallel()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines() if mesh.is_writer else []
     return {"metrics": [json.loads(line) for line in lines]}
 
