@@ -1,4 +1,5 @@
-"""The errors that a user can cause, and the exit codes that every command shares. Not here: broken invariants (assert)."""
+"""The errors that a user can cause, and the exit codes that every command shares. Not here: broken invariants
+(assert)."""
 
 from enum import IntEnum
 

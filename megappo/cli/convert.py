@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megappo.cli.model_arguments import add_layout, check_layout
 from megappo.config.load import load_experiment
+from megappo.config.requests import ConvertRequest
 from megappo.errors import ConfigError, ExitCode
-from megappo.launcher.requests import ConvertRequest
 from megappo.launcher.start import run_on_ranks
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
 from megappo.cli.model_arguments import existing_folder
+from megappo.config.requests import EvaluateRequest
 from megappo.errors import ConfigError, ExitCode
-from megappo.launcher.requests import EvaluateRequest
 from megappo.launcher.start import run_on_ranks
 
 

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from megappo.cli.experiment import positive
 from megappo.cli.model_arguments import add_layout, check_layout
 from megappo.config.problem import typed
+from megappo.config.requests import GenerateRequest
 from megappo.config.rollout import EvaluationSampling
 from megappo.errors import ConfigError, DataError, ExitCode
-from megappo.launcher.requests import GenerateRequest
 from megappo.launcher.start import run_on_ranks
 
 

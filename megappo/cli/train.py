@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.config.requests import TrainRequest
 from megappo.errors import ExitCode
-from megappo.launcher.requests import TrainRequest
 from megappo.launcher.start import run_on_ranks
 
 

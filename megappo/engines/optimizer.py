@@ -36,7 +36,8 @@ class Optimizer:
         model.config.no_sync_func = self.wrapped.no_sync
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=config.lr, min_lr=config.lr * config.min_lr_ratio, weight_decay=config.weight_decay,
+                optimizer="adam", lr=config.lr, min_lr=config.lr * config.min_lr_ratio,
+                weight_decay=config.weight_decay,
                 adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
                 params_dtype=model.config.params_dtype, bf16=model.config.params_dtype == torch.bfloat16,
                 use_distributed_optimizer=config.use_distributed_optimizer,

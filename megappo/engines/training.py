@@ -26,7 +26,8 @@ PerToken = Callable[[Tensor, MicroBatch], Tensor]
 class LossTerm:
     """A micro-batch's share of the global loss, and of each metric in the order of `Loss.metrics`.
 
-    Shares are already divided by global denominators: their sum over micro-batches and data-parallel ranks is the value.
+    Shares are already divided by global denominators: their sum over micro-batches and data-parallel ranks is the
+    value.
     """
 
     loss: Tensor
@@ -36,8 +37,10 @@ class LossTerm:
 class Loss(Protocol):
     """From the last stage's output and the micro-batch to its share of the loss."""
 
-    metrics: tuple[str, ...]
-    """Names of the metrics, needed on the stages that compute no loss too."""
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics, needed on the stages that compute no loss too."""
+        ...
 
     def __call__(self, output: Tensor, micro: MicroBatch) -> LossTerm: ...
 

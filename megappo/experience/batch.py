@@ -1,4 +1,7 @@
-"""The one batch of a step: named tensors over sequences, stored flat. Cutting it into micro-batches is in `micro.py`."""
+"""The one batch of a step: named tensors over sequences, stored flat.
+
+Cutting it into micro-batches is in `micro.py`.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ class ExperienceBatch:
     def rows(self, start: int, stop: int) -> ExperienceBatch:
         """Sequences start … stop - 1 as views on the same storage."""
         low, high = int(self.cu_seqlens[start]), int(self.cu_seqlens[stop])
-        fields: dict[str, Tensor] = {}
+        fields: dict[str, Tensor | None] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "cu_seqlens":
@@ -127,7 +130,7 @@ class ExperienceBatch:
                 fields[field.name] = value[start:stop] if value is not None else None
             else:
                 fields[field.name] = value[low:high] if value is not None else None
-        return ExperienceBatch(**fields)
+        return ExperienceBatch(**fields)  # type: ignore[arg-type]
 
     def padded(self, flat: Tensor, length: int | None = None) -> Tensor:
         """[tokens, …] → [B, T, …] right-padded with zeros, T the longest sequence unless `length` says more."""

@@ -1,4 +1,7 @@
-"""Cutting a batch into the padded pieces that one forward pass takes. Which sequences form a minibatch is decided elsewhere."""
+"""Cutting a batch into the padded pieces that one forward pass takes.
+
+Which sequences form a minibatch is decided elsewhere.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 from megappo.errors import ExitCode
 from megappo.launcher.environment import LAUNCHER_PID, failure_folder, own_rank
 from megappo.launcher.failure import FAILURE_DIR, Failure, claim_failure
-from megappo.launcher.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from megappo.config.requests import Command, Request
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.environment import is_joined, joined_world_size, settings
 from megappo.launcher.local import RankProgram, run_local
 from megappo.launcher.rank import run_rank
-from megappo.launcher.requests import Command, Request
 from megappo.launcher.world import count_gpus
 
 

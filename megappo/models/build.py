@@ -63,7 +63,8 @@ def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Laye
 def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
     """Sets the attribute by which the gradient norm knows shards from copies that every TP rank holds.
 
-    Megatron sets it on weights only while it initialises them (0.16.1, 0.19.2), which is skipped here; without it the norm,
+    Megatron sets it on weights only while it initialises them (0.16.1, 0.19.2), which is skipped here; without it the
+    norm,
     and so clipping, counts the shards of TP rank 0 alone.
     """
     for parameter in stage_parameters(model, spec.family.weight_map(spec.shape, head)):

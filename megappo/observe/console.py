@@ -45,13 +45,17 @@ class Console:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line a data set."""
+        self.scores(f"after step {step}: ", metrics)
+
+    def scores(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """The `eval/<data set>/…` metrics, one line a data set."""
         sets: dict[str, list[str]] = {}
         for name, value in metrics.items():
             _, data_set, measure = name.split("/", 2)
             text = f"{100 * value:.1f}%" if measure in ("exact_match", "pass_at_k") else f"{value:.3f}"
             sets.setdefault(data_set, []).append(f"{measure} {text}")
         for data_set, shown in sets.items():
-            self._line(f"evaluation of {data_set} after step {step}: " + "  ".join(shown))
+            self._line(f"{prefix}{data_set}: " + "  ".join(shown))
 
     def phase(self, step: int, name: str) -> None:
         """The phase that begins: shown on a terminal, overwritten by the next line."""

@@ -10,7 +10,8 @@ from typing import Any
 
 
 def describe_environment(world_size: int) -> dict[str, Any]:
-    """JSON values: Python, platform, ranks, GPUs, every installed package, and the commit where the project is a checkout."""
+    """JSON values: Python, platform, ranks, GPUs, every installed package, and the commit where the project is a
+    checkout."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -26,7 +27,11 @@ def describe_environment(world_size: int) -> dict[str, Any]:
 def _gpus() -> list[str]:
     import torch
 
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
 
 
 def _commit() -> str | None:

@@ -1,4 +1,7 @@
-"""Numbers of a step: the seconds of its phases, and means over its optimizer steps. Writing them is in `trackers.py`."""
+"""Numbers of a step: the seconds of its phases, and means over its optimizer steps.
+
+Writing them is in `trackers.py`.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -61,14 +61,6 @@ class RunFolder:
         replace_file(file, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
         return file
 
-    def point_latest(self, export: Path) -> None:
-        """Makes `hf/latest` a link to the newest export."""
-        link = export.parent / "latest"
-        fresh = link.with_name("latest.partial")
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(export.name)
-        os.replace(fresh, link)
-
 
 def replace_file(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old one or the new one, never a part."""

@@ -34,7 +34,10 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """`metrics.jsonl`: one object a step, with `step`, `wall_time` and the metrics. A value that is not finite is null."""
+    """`metrics.jsonl`: one object a step, with `step`, `wall_time` and the metrics.
+
+    A value that is not finite is null.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file

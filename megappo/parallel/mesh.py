@@ -43,6 +43,13 @@ class Mesh:
     model_parallel_group: ProcessGroup
 
     @property
+    def world_group(self) -> ProcessGroup:
+        """All ranks."""
+        group = dist.group.WORLD
+        assert group is not None, "the mesh was stopped"
+        return group
+
+    @property
     def grid(self) -> Tensor:
         """[pp, dp, tp] int64: global ranks."""
         return rank_grid(self.tp, self.pp, self.dp)

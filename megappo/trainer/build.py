@@ -15,6 +15,7 @@ from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.rollout import SamplingParams
+from megappo.errors import ConfigError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
 from megappo.parallel.mesh import Mesh
@@ -202,6 +203,15 @@ def evaluator(
 ) -> Evaluator:
     sampling = evaluation_sampling(config.trainer.evaluation, training_sampling(config))
     return Evaluator(mesh, sets, rollout, reward, config.trainer.evaluation, sampling)
+
+
+def build_evaluator(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, model: nn.Module) -> Evaluator:
+    """The evaluator of an experiment around a policy that is not trained."""
+    if config.reward is None:
+        raise ConfigError("reward: is missing, and responses can't be scored; add reward.parts")
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    rollout = rollout_worker(config, mesh, spec, tokenizer, model)
+    return evaluator(config, mesh, load_evaluation_sets(config, tokenizer), rollout, RewardWorker(config.reward, mesh))
 
 
 def saved_roles(**roles: TrainedRole) -> dict[str, SavedRole]:

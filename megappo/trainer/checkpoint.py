@@ -1,6 +1,7 @@
 """Checkpoints: Megatron's sharded tensors of every trained role, and the loop's own state.
 
-A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Any layout can
+A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Any layout
+can
 load what another one saved. Not here: Hugging Face folders (models/import_hf.py, models/export_hf.py).
 """
 
@@ -25,11 +26,14 @@ from megatron.core.models.gpt import GPTModel
 from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec
+from megappo.models.hf_folder import copy_companions
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
+MODEL_FILES = "model"
+"""Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 LATEST = "latest"
 
 
@@ -54,10 +58,11 @@ class LoopState:
 class CheckpointStore:
     """The checkpoints of one run, in `folder`. Every method is a collective over all ranks."""
 
-    def __init__(self, folder: Path, mesh: Mesh, spec: ModelSpec, *, keep: int | None) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, spec: ModelSpec, tokenizer_folder: Path, *, keep: int | None) -> None:
         self._folder = folder
         self._mesh = mesh
         self._spec = spec
+        self._tokenizer_folder = tokenizer_folder
         self._keep = keep
 
     def latest(self) -> Path | None:
@@ -67,20 +72,11 @@ class CheckpointStore:
     def save(self, roles: Mapping[str, SavedRole], state: LoopState) -> Path:
         """Writes `step-NNNNNN` and points `latest` to it; returns its path."""
         target = self._folder / f"step-{state.step:06d}"
-        partial = target.with_name(target.name + ".partial")
+        write_checkpoint(target, roles, state, self._mesh, self._spec, self._tokenizer_folder)
         if self._mesh.is_writer:
-            shutil.rmtree(partial, ignore_errors=True)
-            for name in roles:
-                (partial / name).mkdir(parents=True)
-            (partial / "rng").mkdir()
+            point_to(self._folder / LATEST, target)
+            self._remove_old()
         dist.barrier()
-        for name, role in roles.items():
-            dist_checkpointing.save(_role_state(role, loading=False), str(partial / name))
-        torch.save(_rng_state(), partial / "rng" / f"rank-{self._mesh.rank:05d}.pt")
-        if self._mesh.is_writer:
-            (partial / STATE).write_text(json.dumps(asdict(state) | {"model": _signature(self._spec)}, indent=1))
-        dist.barrier()
-        self._seal(partial, target)
         return target
 
     def load(self, path: Path, roles: Mapping[str, SavedRole]) -> LoopState:
@@ -89,6 +85,7 @@ class CheckpointStore:
         Raises DataError for a folder that is no complete checkpoint, is damaged, or is of another model.
         """
         saved = read_state(path)
+        saved.pop("dtype")
         _check_same_model(path, saved.pop("model"), self._spec)
         self._check_files(path)
         missing = [name for name in roles if not (path / name).is_dir()]
@@ -103,30 +100,12 @@ class CheckpointStore:
             _restore_rng(torch.load(rng, weights_only=False))
         return LoopState(**saved)
 
-    def _seal(self, partial: Path, target: Path) -> None:
-        """Checksums the files, each rank its share, then makes the folder appear under its name."""
-        sums = self._checksums(partial, _files(partial))
-        if self._mesh.is_writer:
-            (partial / MANIFEST).write_text(json.dumps(sums, indent=1))
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
-            pointer = self._folder / f"{LATEST}.partial"
-            pointer.unlink(missing_ok=True)
-            pointer.symlink_to(target.name)
-            os.replace(pointer, self._folder / LATEST)
-            self._remove_old()
-        dist.barrier()
-
-    def _checksums(self, folder: Path, files: list[str]) -> dict[str, list[int]]:
-        mine = {name: _fingerprint(folder / name) for name in files[self._mesh.rank :: self._mesh.world_size]}
-        return dict(sorted(item for part in gather_objects(mine, dist.group.WORLD) for item in part.items()))
-
     def _check_files(self, path: Path) -> None:
         expected = json.loads((path / MANIFEST).read_text())
         for name in expected:
             if not (path / name).exists():
                 raise DataError(f"{path}: the file {name} is missing; resume from another checkpoint")
-        for name, value in self._checksums(path, sorted(expected)).items():
+        for name, value in checksums(path, sorted(expected), self._mesh).items():
             if list(value) != expected[name]:
                 raise DataError(f"{path}: the file {name} is damaged; resume from another checkpoint")
 
@@ -134,6 +113,54 @@ class CheckpointStore:
         if self._keep is not None:
             for old in sorted(self._folder.glob("step-??????"))[: -self._keep]:
                 shutil.rmtree(old)
+
+
+def write_checkpoint(
+    target: Path,
+    roles: Mapping[str, SavedRole],
+    state: LoopState,
+    mesh: Mesh,
+    spec: ModelSpec,
+    tokenizer_folder: Path,
+) -> None:
+    """Writes one complete checkpoint folder, replacing one of that name. A collective call."""
+    partial = target.with_name(target.name + ".partial")
+    if mesh.is_writer:
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in (*roles, "rng", MODEL_FILES):
+            (partial / name).mkdir(parents=True)
+        for folder in (spec.folder, tokenizer_folder):
+            copy_companions(folder, partial / MODEL_FILES)
+        shutil.copyfile(spec.folder / "config.json", partial / MODEL_FILES / "config.json")
+    dist.barrier()
+    for name, role in roles.items():
+        dist_checkpointing.save(_role_state(role, loading=False), str(partial / name))
+    torch.save(_rng_state(), partial / "rng" / f"rank-{mesh.rank:05d}.pt")
+    if mesh.is_writer:
+        dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
+        content = asdict(state) | {"dtype": dtype, "model": _signature(spec)}
+        (partial / STATE).write_text(json.dumps(content, indent=1))
+    dist.barrier()
+    sums = checksums(partial, _files(partial), mesh)
+    if mesh.is_writer:
+        (partial / MANIFEST).write_text(json.dumps(sums, indent=1))
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+    dist.barrier()
+
+
+def checksums(folder: Path, files: list[str], mesh: Mesh) -> dict[str, list[int]]:
+    """[bytes, CRC-32] of each file, each rank reading its share of them. A collective call."""
+    mine = {name: _fingerprint(folder / name) for name in files[mesh.rank :: mesh.world_size]}
+    return dict(sorted(item for part in gather_objects(mine, mesh.world_group) for item in part.items()))
+
+
+def point_to(link: Path, target: Path) -> None:
+    """Makes `link` a symbolic link to its neighbour `target`, replacing an older one in one piece."""
+    fresh = link.with_name(link.name + ".partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(target.name)
+    os.replace(fresh, link)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -155,7 +182,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
-    role.model.load_state_dict(loaded["model"], strict=False)
+    role.model.load_state_dict(loaded["model"], strict=True)
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
 

@@ -31,7 +31,8 @@ class Evaluator:
     sampling: SamplingParams
 
     def run(self, progress: Progress | None = None) -> dict[str, float]:
-        """`eval/<set>/{reward,response_length}` and, where rule rewards say what is right, `exact_match` and `pass_at_k`.
+        """`eval/<set>/{reward,response_length}` and, where rule rewards say what is right, `exact_match` and
+        `pass_at_k`.
 
         `exact_match` is the share of responses that are right, `pass_at_k` the share of prompts with a right one among
         their n responses (k = n). A collective call; the same values on every rank.

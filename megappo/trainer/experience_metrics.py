@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engines.rollout import SyncReport
@@ -101,7 +100,7 @@ def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
     responses = response_lengths(batch).double()
     prompts = batch.lengths - responses
     out.mean("response_length/mean", responses)
-    out.total("response_tokens", float(responses.sum()))
+    out.total("response_length/total", float(responses.sum()))
     out.maximum("response_length/max", responses)
     out.minimum("response_length/min", responses)
     out.mean("response_length/clip_ratio", (responses >= limit).double())
@@ -148,8 +147,8 @@ def global_tokens(batch: ExperienceBatch, mesh: Mesh) -> int:
 def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
     """`hybrid/…` of one weight sync: bytes over all ranks, seconds of the slowest."""
     moved = torch.tensor([report.bytes_sent, report.bytes_aliased, report.bytes_copied], dtype=torch.float64)
-    sent, aliased, copied = sum_over(dist.group.WORLD, mesh.device)(moved).tolist()
-    seconds = max_over(dist.group.WORLD, mesh.device)(torch.tensor(report.seconds, dtype=torch.float64))
+    sent, aliased, copied = sum_over(mesh.world_group, mesh.device)(moved).tolist()
+    seconds = max_over(mesh.world_group, mesh.device)(torch.tensor(report.seconds, dtype=torch.float64))
     return {
         "hybrid/bytes_sent": sent,
         "hybrid/bytes_aliased": aliased,

@@ -26,7 +26,7 @@ from megappo.models.export_hf import export_hf
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole
+from megappo.trainer.checkpoint import LATEST, CheckpointStore, LoopState, SavedRole, point_to
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
@@ -89,14 +89,21 @@ class Loop:
         self._parts = parts
         self._folder = RunFolder(Path(config.trainer.run_dir))
         self._reporter = Reporter(config, mesh, self._folder, parts.total_steps)
-        self._store = CheckpointStore(self._folder.checkpoints, mesh, parts.spec, keep=config.trainer.max_checkpoints)
+        self._store = CheckpointStore(
+            self._folder.checkpoints,
+            mesh,
+            parts.spec,
+            Path(config.model.tokenizer_folder),
+            keep=config.trainer.max_checkpoints,
+        )
         self._stop = StopSignal(mesh)
         self._last_saved = 0
         self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked for."""
+        """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked
+        for."""
         start = self._start()
         for number in range(start + 1, self._parts.total_steps + 1):
             step = Step(number, self._reporter, self._mesh.world_size)
@@ -199,7 +206,7 @@ class Loop:
             target = self._folder.hf / f"step-{total:06d}"
             export_hf(actor, self._parts.spec, self._mesh, target)
             if self._mesh.is_writer:
-                self._folder.point_latest(target)
+                point_to(target.with_name(LATEST), target)
         self._reporter.finish(total, self.outcome)
 
 
@@ -209,8 +216,8 @@ def throughput(metrics: Mapping[str, float], num_tokens: int, world_size: int) -
         "perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size,
         "perf/peak_memory_bytes": float(peak_memory_bytes()),
     }
-    if metrics.get("time/rollout") and "response_tokens" in metrics:
-        rates["rollout/tokens_per_second"] = metrics["response_tokens"] / metrics["time/rollout"]
+    if metrics.get("time/rollout"):
+        rates["rollout/tokens_per_second"] = metrics.get("response_length/total", 0.0) / metrics["time/rollout"]
     return rates
 
 

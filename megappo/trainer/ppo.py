@@ -1,4 +1,7 @@
-"""PPO, top to bottom: one step is one rollout and its updates. Wiring is in build.py, what surrounds a step in loop.py."""
+"""PPO, top to bottom: one step is one rollout and its updates.
+
+Wiring is in build.py, what surrounds a step in loop.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Builds the models of a run: spec and weights from Hugging Face folders, engines around them. Nothing else builds one."""
+"""Builds the models of a run: spec and weights from Hugging Face folders, engines around them.
+
+Nothing else builds one.
+"""
 
 from __future__ import annotations
 

@@ -2,22 +2,148 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
+from megappo.config.data import DataConfig
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.layout import LayoutConfig
+from megappo.config.requests import ConvertRequest, EvaluateRequest, GenerateRequest
+from megappo.data.prompts import PromptRenderer
+from megappo.data.sources import Row
+from megappo.data.tokenizer import load_tokenizer
+from megappo.engines.native_rollout import NativeRolloutEngine
+from megappo.engines.rollout import Completion, GenerationRequest, SamplingParams
 from megappo.errors import ExitCode
-from megappo.parallel.mesh import start_mesh, stop_mesh
-from megappo.trainer.build import build_trainer
+from megappo.models.export_hf import export_hf
+from megappo.observe.console import Console
+from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.build import build_evaluator, build_trainer
+from megappo.trainer.checkpoint import LoopState, SavedRole, latest_checkpoint, write_checkpoint
+from megappo.trainer.policy_source import PolicySource
+from megappo.trainer.roles import DTYPES
+from megappo.workers.rollout import noise_key
+
+SHORT_COMMAND_TIMEOUT = timedelta(minutes=30)
 
 
 def train(config: ExperimentConfig) -> ExitCode:
     """Runs an experiment on the ranks that were started."""
-    torch.set_num_threads(config.trainer.num_threads)
-    mesh = start_mesh(
-        config.layout, seed=config.trainer.seed, timeout=timedelta(minutes=config.trainer.timeout_minutes)
-    )
+    mesh = _mesh_of(config)
     outcome = build_trainer(config, mesh).fit()
     stop_mesh()
     return outcome
+
+
+def evaluate(request: EvaluateRequest) -> ExitCode:
+    """Prints the experiment's held-out scores of a policy: one line a data set, then one JSON object."""
+    config = request.config
+    mesh = _mesh_of(config)
+    path = request.model or latest_checkpoint(Path(config.trainer.run_dir) / "checkpoints")
+    assert path is not None, "the command line refuses a run without a checkpoint"
+    model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
+    evaluator = build_evaluator(config, mesh, spec, model)
+    metrics = evaluator.run()
+    evaluator.reward.close()
+    if mesh.is_writer:
+        Console(total_steps=0).scores(f"{path}: ", metrics)
+        print(json.dumps(metrics), flush=True)
+    stop_mesh()
+    return ExitCode.DONE
+
+
+def convert(request: ConvertRequest) -> ExitCode:
+    """Hugging Face folder → checkpoint (of an actor without an optimizer), or checkpoint → Hugging Face folder."""
+    mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
+    source = PolicySource.of(request.source)
+    dtype = DTYPES[request.dtype] if request.dtype else source.dtype
+    model, spec = source.load(mesh, dtype)
+    target = Path(request.target)
+    if source.checkpoint is not None:
+        export_hf(model, spec, mesh, target)
+    else:
+        state = LoopState(step=0, data={}, kl_controller=None, seed=0)
+        write_checkpoint(target, {"actor": SavedRole(model, optimizer=None)}, state, mesh, spec, source.folder)
+    if mesh.is_writer:
+        print(f"{request.source} → {target}", flush=True)
+    stop_mesh()
+    return ExitCode.DONE
+
+
+def generate(request: GenerateRequest) -> ExitCode:
+    """Prints one response after another, in the order of the prompts."""
+    mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
+    source = PolicySource.of(request.model)
+    tokenizer = load_tokenizer(source.folder)
+    data = DataConfig(
+        train_files=("-",),
+        train_batch_size=1,
+        max_prompt_length=1,
+        max_response_length=request.max_tokens,
+        apply_chat_template=request.apply_chat_template,
+    )
+    renderer = PromptRenderer(data, tokenizer)
+    texts = [
+        renderer.text(Row({"prompt": prompt}, index, f"prompt {index}")) for index, prompt in enumerate(request.prompts)
+    ]
+    model, spec = source.load(mesh, DTYPES[request.dtype] if request.dtype else None)
+    engine = NativeRolloutEngine(
+        model,
+        spec.shape,
+        mesh,
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+    )
+    n = request.sampling.n
+    requests = [
+        GenerationRequest(tuple(ids), noise_key(request.seed, index, sample))
+        for index, ids in enumerate(renderer.encode(texts))
+        for sample in range(n)
+    ]
+    sampling = SamplingParams(
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        top_p=request.sampling.top_p,
+        max_tokens=request.max_tokens,
+    )
+    completions = engine.generate(requests, sampling)
+    if mesh.is_writer:
+        _print_responses(request, completions)
+    stop_mesh()
+    return ExitCode.DONE
+
+
+def _print_responses(request: GenerateRequest, completions: Sequence[Completion]) -> None:
+    n = request.sampling.n
+    for index, completion in enumerate(completions):
+        prompt = request.prompts[index // n]
+        if request.as_json:
+            row = {
+                "prompt": prompt,
+                "sample": index % n,
+                "response": completion.text,
+                "token_ids": completion.token_ids,
+                "log_prob": sum(completion.log_probs),
+                "finish_reason": completion.finish_reason,
+            }
+            print(json.dumps(row, ensure_ascii=False))
+        else:
+            print(f"> {prompt}\n{completion.text}\n")
+    sys.stdout.flush()
+
+
+def _mesh_of(config: ExperimentConfig) -> Mesh:
+    torch.set_num_threads(config.trainer.num_threads)
+    timeout = timedelta(minutes=config.trainer.timeout_minutes)
+    return start_mesh(config.layout, seed=config.trainer.seed, timeout=timeout)
+
+
+def _mesh(layout: LayoutConfig) -> Mesh:
+    return start_mesh(layout, seed=0, timeout=SHORT_COMMAND_TIMEOUT)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from megappo.experience.sample import RolloutSample
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
@@ -19,7 +17,7 @@ def gathered_rows(
     """Rows of up to `limit` samples in the order of the step, from all data-parallel ranks alike. A collective call."""
     share = -(-limit // mesh.dp) if mesh.is_group_leader else 0
     parts = gather_objects(
-        [_row(samples, scored, index) for index in range(min(share, len(samples)))], dist.group.WORLD
+        [_row(samples, scored, index) for index in range(min(share, len(samples)))], mesh.world_group
     )
     return sorted((row for part in parts for row in part), key=lambda row: row["position"])[:limit]
 

@@ -22,7 +22,8 @@ RULES = ("exact_match", "gsm8k", "math_verify")
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """The scores of this rank's samples, in their order; `right` tells which satisfy every rule (None without a rule)."""
+    """The scores of this rank's samples, in their order; `right` tells which satisfy every rule (None without a
+    rule)."""
 
     batch: ScoredBatch
     right: list[bool] | None
@@ -46,8 +47,8 @@ class RewardWorker:
 
     def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
         """Raises RewardError on every rank where too many samples of the step fail."""
-        outcome = self._score_here(samples) if self._mesh.is_group_leader else None
-        outcome = broadcast_object(outcome, self._mesh.model_parallel_group, self._mesh.group_leader)
+        here: ScoredBatch | RewardError | None = self._score_here(samples) if self._mesh.is_group_leader else None
+        outcome = broadcast_object(here, self._mesh.model_parallel_group, self._mesh.group_leader)
         if isinstance(outcome, RewardError):
             raise outcome
         return ScoredSamples(outcome, self._right(outcome))

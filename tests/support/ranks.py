@@ -1,4 +1,5 @@
-"""Runs a program on several CPU ranks and returns what it wrote: start-up dominates, so one program checks many things."""
+"""Runs a program on several CPU ranks and returns what it wrote: start-up dominates, so one program checks many
+things."""
 
 import json
 import os

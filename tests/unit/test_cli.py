@@ -9,8 +9,8 @@ import pytest
 
 import yaml
 from megappo.cli import convert, evaluate, generate, main, train
+from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 from megappo.errors import ExitCode
-from megappo.launcher.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 from tests.support.experiments import write_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
