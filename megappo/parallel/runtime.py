@@ -5,6 +5,7 @@ it changes nothing. The replacements themselves are in those two files.
 """
 
 import importlib.util
+import warnings
 
 import torch
 
@@ -23,6 +24,17 @@ def device() -> torch.device:
 
 on_cpu: bool = not torch.cuda.is_available()
 """Whether this process runs Megatron without a GPU."""
+
+# Said by megatron-core 0.16-0.19 on every rank and import: what is known here (`spec.py` logs which layers are used), and
+# names that torch 2.13 will drop.
+for _message in (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    r"`torch\.distributed\.\w+` is deprecated",
+    "TypedStorage is deprecated",
+):
+    warnings.filterwarnings("ignore", message=_message)
 
 if on_cpu:
     cpu_runtime.install()

@@ -51,6 +51,7 @@ class RewardWorker:
         outcome = broadcast_object(here, self._mesh.model_parallel_group, self._mesh.group_leader)
         if isinstance(outcome, RewardError):
             raise outcome
+        assert isinstance(outcome, ScoredBatch), "the leader of a model-parallel group scores or says why not"
         return ScoredSamples(outcome, self._right(outcome))
 
     def close(self) -> None:
