@@ -68,7 +68,7 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`; True in `attention_mask` hides (Megatron's
+        """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
         way)."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
         is_packed = packed_seq_params is not None and query.dim() == 3
