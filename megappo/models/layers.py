@@ -69,7 +69,6 @@ class CoreAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
-        way)."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
         is_packed = packed_seq_params is not None and query.dim() == 3
         if is_packed:
