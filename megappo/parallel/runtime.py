@@ -25,7 +25,7 @@ def device() -> torch.device:
 on_cpu: bool = not torch.cuda.is_available()
 """Whether this process runs Megatron without a GPU."""
 
-# Said by megatron-core 0.16-0.19 on every rank and import: what is known here (`spec.py` logs which layers are used), and
+# Said by megatron-core 0.16-0.19 on every rank and import: what is known here (`spec.py` picks the layers), and
 # names that torch 2.13 will drop.
 for _message in (
     "Transformer Engine and Apex are not installed",
