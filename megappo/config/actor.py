@@ -28,10 +28,13 @@ class ActorConfig(Section):
     clip_ratio: float = Field(0.2, gt=0)
     """PPO's ε on both sides, where the next two don't say otherwise."""
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
+    """The ratio is clipped below 1 − this; `clip_ratio` when null."""
     clip_ratio_high: float | None = Field(None, gt=0)
+    """The ratio is clipped above 1 + this; `clip_ratio` when null."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: bound of the loss for negative advantages, in units of |advantage|."""
     loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses become one number: docs/semantics.md."""
     loss_scale_length: int | None = Field(None, ge=1)
     """Constant length that `seq-mean-token-sum-norm` divides by; `data.max_response_length` when null."""
     entropy_coeff: float = 0.0
@@ -39,8 +42,11 @@ class ActorConfig(Section):
     entropy_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose float32 logits exist at once in the log-prob and entropy passes."""
     use_kl_loss: bool = False
+    """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = Field(0.001, ge=0)
+    """Weight of that term."""
     kl_loss_type: KLEstimator = "low_var_kl"
+    """Its estimator; a trailing `+` takes the gradient of `k2`."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -70,7 +76,9 @@ class CriticConfig(Section):
     ppo_epochs: int | None = Field(None, ge=1)
     """Passes over a step's sequences; the actor's when null."""
     cliprange_value: float = Field(0.5, gt=0)
+    """A new value counts as at most this far from the old one, in units of the return."""
     loss_agg_mode: LossAggMode = "token-mean"
+    """As the actor's."""
 
 
 class RefConfig(Section):

@@ -35,6 +35,7 @@ class DataConfig(Section):
     overlong_prompts: Literal["error", "left", "right", "filter"] = "error"
     """What happens to a longer prompt: stop, cut its start (`left`) or its end (`right`), or leave it out."""
     shuffle: bool = True
+    """Take the prompts of an epoch in random order, another one each epoch."""
     seed: int = Field(0, ge=0)
     """Seed of the order of prompts."""
     max_samples: int | None = Field(None, ge=1)

@@ -11,6 +11,7 @@ class ObserveConfig(Section):
     console: bool = True
     """Print a line a step."""
     tensorboard: bool = True
+    """Write TensorBoard event files."""
     samples_freq: int = Field(10, ge=0)
     """Steps between files of rollouts; 0 writes none."""
     samples_per_step: int = Field(64, ge=1)

@@ -13,9 +13,11 @@ class RewardPartConfig(Section):
     name: str = Field(min_length=1, examples=["correct"])
     """Name in the metrics: `reward/parts/<name>`."""
     kind: Literal["exact_match", "gsm8k", "math_verify", "function"]
+    """A rule by its name, or a function of your own."""
     function: str | None = None
     """`module:function` for kind `function`: takes a sample, returns a float or a Reward."""
     weight: float = 1.0
+    """Factor of this part in the score."""
 
 
 class RewardConfig(Section):

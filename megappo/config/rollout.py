@@ -36,3 +36,4 @@ class EvaluationSampling(Section):
     top_k: int = Field(0, ge=0)
     """Sample from the k most probable tokens; 0 is off."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the most probable tokens that have this mass together; 1 is off."""

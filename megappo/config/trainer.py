@@ -12,6 +12,7 @@ class TrainerConfig(Section):
     """The loop around the algorithm."""
 
     kind: Literal["ppo", "sft"] = "ppo"
+    """Reinforcement learning, or supervised fine-tuning on prompt-response pairs."""
     run_dir: str = Field(min_length=1, examples=["runs/demo"])
     """Folder of everything that the run leaves."""
     total_steps: int | None = Field(None, ge=1)
@@ -34,6 +35,7 @@ class TrainerConfig(Section):
     test_freq: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     val_before_train: bool = True
+    """Evaluate before the first step."""
     evaluation: EvaluationSampling = EvaluationSampling()
     stop_grace_seconds: float = Field(600.0, gt=0)
     """Time for the ranks to finish their step and save after a SIGTERM, before they are killed."""
