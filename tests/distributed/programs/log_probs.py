@@ -87,14 +87,14 @@ def check_language_model(mesh: Mesh, folder: Path, export: Path) -> float:
     log_probs = None
     if logits is not None:
         flat, _ = vocab_parallel_log_probs(
-            logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten(), vocab_size=spec.shape.vocab_size, temperature=1.0,
-            tp_group=mesh.tp_group, chunk_tokens=10, with_entropy=False,
+            logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten().to(mesh.device), vocab_size=spec.shape.vocab_size,
+            temperature=1.0, tp_group=mesh.tp_group, chunk_tokens=10, with_entropy=False,
         )  # fmt: skip
         log_probs = flat.view(batch, length - 1)
     everywhere = broadcast_from_last_stage(log_probs, mesh, (batch, length - 1))
     export_hf(model, spec, mesh, export)
     assert "embedding.word_embeddings.weight" in model.sharded_state_dict() or not mesh.is_first_stage
-    return float((everywhere - Reference.read(folder).numbers).abs().max())
+    return float((everywhere.cpu() - Reference.read(folder).numbers).abs().max())
 
 
 def check_value_model(mesh: Mesh, folder: Path, export: Path | None) -> float:
@@ -111,7 +111,7 @@ def check_value_model(mesh: Mesh, folder: Path, export: Path | None) -> float:
         export_hf(model, spec, mesh, export)
     if mesh.is_last_stage:
         assert model.sharded_state_dict()["output_layer.weight"].global_shape == (1, spec.shape.hidden_size)
-    return float((everywhere - expected).abs().max())
+    return float((everywhere.cpu() - expected).abs().max())
 
 
 @torch.no_grad()
@@ -119,12 +119,13 @@ def forward(model: nn.Module, mesh: Mesh) -> Tensor | None:
     """The last stage's output for `tokens()`, through Megatron's schedule; None on other stages."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    batch, length = tokens().shape
-    positions = torch.arange(length).expand(batch, -1)
+    ids = tokens().to(mesh.device)
+    batch, length = ids.shape
+    positions = torch.arange(length, device=mesh.device).expand(batch, -1)
 
     def step(_: Iterator[None], stage: nn.Module) -> tuple[Tensor, Any]:
-        output = stage(tokens(), positions, None)
-        return output, lambda result: (result.sum(), torch.tensor(1), {"output": result})
+        output = stage(ids, positions, None)
+        return output, lambda result: (result.sum(), torch.tensor(1, device=mesh.device), {"output": result})
 
     results = get_forward_backward_func()(
         forward_step_func=step, data_iterator=iter([None]), model=[model], num_microbatches=1, seq_length=length,
@@ -144,9 +145,9 @@ def check_packed(mesh: Mesh, folder: Path) -> float:
     padded = forward(model, mesh)
     assert padded is not None
     lengths = (7, 12, 5)
-    bounds = torch.tensor([0, 7, 19, 24], dtype=torch.int32)
-    packed_ids = torch.cat([tokens()[row, :length] for row, length in enumerate(lengths)])[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    bounds = torch.tensor([0, 7, 19, 24], dtype=torch.int32, device=mesh.device)
+    packed_ids = torch.cat([tokens().to(mesh.device)[row, :length] for row, length in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(length, device=mesh.device) for length in lengths])[None]
     packing = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=12, max_seqlen_kv=12
     )
@@ -159,9 +160,10 @@ def check_vocab(mesh: Mesh) -> dict[str, float]:
     """Values and gradients of sharded float64 logits against a dense log-softmax on this rank."""
     generator = torch.Generator().manual_seed(3)
     vocab_size, padded, count = 100, 128, 11
-    dense = (3 * torch.randn(count, padded, dtype=torch.float64, generator=generator)).requires_grad_()
-    targets = torch.randint(0, vocab_size, (count,), generator=generator)
-    weights = torch.randn(2, count, dtype=torch.float64, generator=generator)
+    logits = 3 * torch.randn(count, padded, dtype=torch.float64, generator=generator)
+    dense = logits.to(mesh.device).requires_grad_()
+    targets = torch.randint(0, vocab_size, (count,), generator=generator).to(mesh.device)
+    weights = torch.randn(2, count, dtype=torch.float64, generator=generator).to(mesh.device)
     reference = (dense[:, :vocab_size] / 0.7).log_softmax(-1)
     expected = torch.stack([reference.gather(1, targets[:, None])[:, 0], -(reference.exp() * reference).sum(-1)])
     (expected * weights).sum().backward()
@@ -177,7 +179,7 @@ def check_vocab(mesh: Mesh) -> dict[str, float]:
     (result * weights).sum().backward()
     assert shard.grad is not None and dense.grad is not None
     return {
-        "vocab": float((result - expected).abs().max()),
+        "vocab": float((result - expected).detach().abs().max()),
         "vocab gradient": float((shard.grad - dense.grad[:, columns]).abs().max()),
     }
 
