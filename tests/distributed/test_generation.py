@@ -162,9 +162,9 @@ def test_responses_end_where_they_should(results: dict[str, Any]):
 
 def test_padding_of_the_vocabulary_is_never_drawn(results: dict[str, Any]):
     for layout in LAYOUTS:
-        # Nearly uniform over 131 tokens, 1,600 draws; the padding of zero weights would be 61 columns of 192.
+        # Nearly uniform over 131 tokens, 640 draws; the padding of zero weights would be 61 columns of 192.
         assert max(results[layout]["hot"]) <= 130, layout
-        assert len(results[layout]["hot"]) > 120, layout
+        assert len(results[layout]["hot"]) > 115, layout
 
 
 def test_the_model_and_the_random_state_are_left_alone(results: dict[str, Any]):

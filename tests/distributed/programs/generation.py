@@ -270,7 +270,8 @@ def run(folder: Path, mesh: Mesh) -> dict[str, Any]:
     for name in ("llama", "qwen2", "qwen3", "odd"):
         results["families"][name] = family_results(setup(folder / name, mesh))
     odd = setup(folder / "odd", mesh)
-    hot = odd.engine().generate(odd.requests(), SamplingParams(temperature=50.0, max_tokens=100, ignore_eos=True))
+    sampling = SamplingParams(temperature=50.0, max_tokens=40, ignore_eos=True)
+    hot = odd.engine(max_num_seqs=16).generate(odd.requests(), sampling)
     results["hot"] = sorted({token for completion in hot for token in completion.token_ids})
     llama = setup(folder / "llama", mesh)
     results["independence"] = independence(llama)
