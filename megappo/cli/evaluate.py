@@ -1,10 +1,10 @@
 """`megappo evaluate FILE`: the experiment's held-out prompts, answered by a model and scored."""
 
 import argparse
-from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
 from megappo.cli.model_arguments import existing_folder
+from megappo.config.checkpoint_folder import checkpoint_folder, latest_checkpoint
 from megappo.config.requests import EvaluateRequest
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.start import run_on_ranks
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         )
     if arguments.model is not None:
         existing_folder("--model", arguments.model)
-    elif not (Path(config.trainer.run_dir) / "checkpoints" / "latest").exists():
+    elif latest_checkpoint(checkpoint_folder(config)) is None:
         raise ConfigError(
             f"trainer.run_dir: {config.trainer.run_dir} has no checkpoint to evaluate; name a model with --model PATH"
         )

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.config.checkpoint_folder import checkpoint_to_resume, latest_checkpoint
 from megappo.config.requests import TrainRequest
 from megappo.errors import ExitCode
 from megappo.launcher.start import run_on_ranks
@@ -22,6 +23,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     loaded = read_arguments(arguments, *(["trainer.resume=auto"] if arguments.resume else []))
     num_ranks = world_size(loaded, arguments.nproc)
     refuse_unsound(loaded, num_ranks)
+    checkpoint_to_resume(loaded.config)  # refuses what can't be resumed before a rank is started
     trainer = loaded.config.trainer
     return run_on_ranks(
         TrainRequest(config=loaded.config),
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def tell_last_checkpoint(run_dir: Path) -> str:
     """What is left after Ctrl-C."""
-    latest = run_dir / "checkpoints" / "latest"
-    if not latest.exists():
+    latest = latest_checkpoint(run_dir / "checkpoints")
+    if latest is None:
         return f"{run_dir} has no checkpoint yet"
-    return f"the last checkpoint is {latest.parent / latest.resolve().name}; go on from it with --resume"
+    return f"the last checkpoint is {latest}; go on from it with --resume"

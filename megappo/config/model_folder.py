@@ -20,13 +20,15 @@ class ModelFolderError(Exception):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes that a layout has to divide, and the positions that the model was made for."""
+    """Sizes that a layout has to divide, the positions that the model was made for, what its checkpoints must share."""
 
     model_type: str
     num_heads: int
     num_kv_heads: int
     num_layers: int
     max_positions: int | None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
 
     def tp_fits(self, tp: int) -> bool:
         """Whether `tp` ranks can share the heads: equal query heads each, and whole KV heads or equal parts of one."""
@@ -59,6 +61,8 @@ def read_model_facts(folder: str) -> ModelFacts:
         num_kv_heads=_size(config, "num_key_value_heads", default=num_heads),
         num_layers=_size(config, "num_hidden_layers"),
         max_positions=config.get("max_position_embeddings"),
+        hidden_size=config.get("hidden_size"),
+        vocab_size=config.get("vocab_size"),
     )
 
 

@@ -1,8 +1,7 @@
 """Checkpoints: Megatron's sharded tensors of every trained role, and the loop's own state.
 
 A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Any layout
-can
-load what another one saved. Not here: Hugging Face folders (models/import_hf.py, models/export_hf.py).
+can load what another one saved. Not here: Hugging Face folders (models/import_hf.py, models/export_hf.py).
 """
 
 from __future__ import annotations
@@ -23,18 +22,28 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from megappo.config.checkpoint_folder import (
+    LATEST,
+    MANIFEST,
+    STATE,
+    check_same_model,
+    complete_checkpoints,
+    damaged,
+    read_part,
+    read_state,
+    signature,
+)
+from megappo.config.model_folder import read_model_facts
 from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
+from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
-MANIFEST = "manifest.json"
-STATE = "trainer.json"
 MODEL_FILES = "model"
 """Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
-LATEST = "latest"
 
 
 @dataclass(frozen=True)
@@ -65,10 +74,6 @@ class CheckpointStore:
         self._tokenizer_folder = tokenizer_folder
         self._keep = keep
 
-    def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        return latest_checkpoint(self._folder)
-
     def save(self, roles: Mapping[str, SavedRole], state: LoopState) -> Path:
         """Writes `step-NNNNNN` and points `latest` to it; returns its path."""
         target = self._folder / f"step-{state.step:06d}"
@@ -85,9 +90,9 @@ class CheckpointStore:
         Raises DataError for a folder that is no complete checkpoint, is damaged, or is of another model.
         """
         saved = read_state(path)
-        saved.pop("dtype")
-        _check_same_model(path, saved.pop("model"), self._spec)
+        check_same_model(path, saved.pop("model"), str(self._spec.folder))
         self._check_files(path)
+        saved.pop("dtype")
         missing = [name for name in roles if not (path / name).is_dir()]
         if missing:
             raise DataError(
@@ -101,17 +106,17 @@ class CheckpointStore:
         return LoopState(**saved)
 
     def _check_files(self, path: Path) -> None:
-        expected = json.loads((path / MANIFEST).read_text())
+        expected = read_part(path, MANIFEST)
         for name in expected:
             if not (path / name).exists():
                 raise DataError(f"{path}: the file {name} is missing; resume from another checkpoint")
         for name, value in checksums(path, sorted(expected), self._mesh).items():
             if list(value) != expected[name]:
-                raise DataError(f"{path}: the file {name} is damaged; resume from another checkpoint")
+                raise damaged(path, name)
 
     def _remove_old(self) -> None:
         if self._keep is not None:
-            for old in sorted(self._folder.glob("step-??????"))[: -self._keep]:
+            for old in complete_checkpoints(self._folder)[: -self._keep]:
                 shutil.rmtree(old)
 
 
@@ -133,12 +138,13 @@ def write_checkpoint(
             copy_companions(folder, partial / MODEL_FILES)
         shutil.copyfile(spec.folder / "config.json", partial / MODEL_FILES / "config.json")
     dist.barrier()
+    write_queue.install()
     for name, role in roles.items():
         dist_checkpointing.save(_role_state(role, loading=False), str(partial / name))
     torch.save(_rng_state(), partial / "rng" / f"rank-{mesh.rank:05d}.pt")
     if mesh.is_writer:
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
-        content = asdict(state) | {"dtype": dtype, "model": _signature(spec)}
+        content = asdict(state) | {"dtype": dtype, "model": signature(read_model_facts(str(spec.folder)))}
         (partial / STATE).write_text(json.dumps(content, indent=1))
     dist.barrier()
     sums = checksums(partial, _files(partial), mesh)
@@ -163,22 +169,6 @@ def point_to(link: Path, target: Path) -> None:
     os.replace(fresh, link)
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `folder`/latest points to, or None where there is none."""
-    pointer = folder / LATEST
-    return pointer.resolve() if (pointer / MANIFEST).exists() else None
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The JSON state of the checkpoint `path`; DataError where it is no complete checkpoint."""
-    if not (path / MANIFEST).exists():
-        raise DataError(
-            f"{path}: not a complete checkpoint (no {MANIFEST}); name a folder like runs/NAME/checkpoints/step-000010"
-        )
-    state: dict[str, Any] = json.loads((path / STATE).read_text())
-    return state
-
-
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
@@ -201,32 +191,6 @@ def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
         model_state = {"model": role.model.sharded_state_dict(metadata=metadata)}
         state |= role.optimizer.sharded_state(model_state, loading=loading, metadata=metadata)
     return state
-
-
-def _signature(spec: ModelSpec) -> dict[str, Any]:
-    """What two models must share to load each other's checkpoints."""
-    shape = spec.shape
-    return {
-        "model_type": spec.family.model_type,
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "vocab_size": shape.vocab_size,
-    }
-
-
-def _check_same_model(path: Path, saved: dict[str, Any], spec: ModelSpec) -> None:
-    ours = _signature(spec)
-    differing = [
-        f"{key} {saved.get(key)} there, {value} in {spec.folder}"
-        for key, value in ours.items()
-        if saved.get(key) != value
-    ]
-    if differing:
-        raise DataError(
-            f"{path}: a checkpoint of another model ({'; '.join(differing)}); set model.path to that model's folder"
-        )
 
 
 def _files(folder: Path) -> list[str]:

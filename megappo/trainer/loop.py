@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megappo.algorithms.kl import KLController
+from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.iterate import PromptOrder
 from megappo.data.tokenizer import Tokenizer
@@ -25,8 +26,9 @@ from megappo.models.build import ModelSpec
 from megappo.models.export_hf import export_hf
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
+from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import LATEST, CheckpointStore, LoopState, SavedRole, point_to
+from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole, point_to
 from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
@@ -116,7 +118,9 @@ class Loop:
 
     def _start(self) -> int:
         """Resumes or starts; returns the number of steps that lie behind."""
-        path = self._checkpoint_to_resume()
+        # One rank looks and tells: on a shared file system the others may not see yet what was written last.
+        found = checkpoint_to_resume(self._config) if self._mesh.is_writer else None
+        path = broadcast_object(found, self._mesh.world_group, 0)
         if path is None:
             self._reporter.start(resumed_at=None)
             if self._config.trainer.val_before_train:
@@ -134,20 +138,6 @@ class Loop:
         self._last_saved = state.step
         self._reporter.start(resumed_at=state.step)
         return state.step
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        resume = self._config.trainer.resume
-        latest = self._store.latest()
-        if resume == "auto":
-            return latest
-        if resume != "never":
-            return Path(resume)
-        if latest is not None:
-            raise ConfigError(
-                f"trainer.run_dir: {self._folder.path} holds the checkpoint {latest.name}; go on from it with "
-                "trainer.resume=auto (--resume), or choose another folder"
-            )
-        return None
 
     def keep_samples(self, step: int, samples: Sequence[RolloutSample], scored: ScoredSamples) -> None:
         """Writes some of the step's rollouts where it is their turn (`observe.samples_freq`)."""

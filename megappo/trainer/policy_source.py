@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megappo.config.checkpoint_folder import MANIFEST, read_state
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import MANIFEST, MODEL_FILES, SavedRole, load_role, read_state
+from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, load_role
 from megappo.trainer.roles import DTYPES
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megappo.config.checkpoint_folder import checkpoint_folder, latest_checkpoint
 from megappo.config.data import DataConfig
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.layout import LayoutConfig
@@ -24,7 +25,7 @@ from megappo.models.export_hf import export_hf
 from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.build import build_evaluator, build_trainer
-from megappo.trainer.checkpoint import LoopState, SavedRole, latest_checkpoint, write_checkpoint
+from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import noise_key
@@ -44,7 +45,7 @@ def evaluate(request: EvaluateRequest) -> ExitCode:
     """Prints the experiment's held-out scores of a policy: one line a data set, then one JSON object."""
     config = request.config
     mesh = _mesh_of(config)
-    path = request.model or latest_checkpoint(Path(config.trainer.run_dir) / "checkpoints")
+    path = request.model or latest_checkpoint(checkpoint_folder(config))
     assert path is not None, "the command line refuses a run without a checkpoint"
     model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
     evaluator = build_evaluator(config, mesh, spec, model)

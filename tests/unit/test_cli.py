@@ -142,6 +142,7 @@ def test_rank_of_torchrun_tells_a_mistake_once(tmp_path: Path) -> None:
 def test_what_ctrl_c_leaves(tmp_path: Path) -> None:
     assert train.tell_last_checkpoint(tmp_path) == f"{tmp_path} has no checkpoint yet"
     (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000005" / "manifest.json").write_text("{}")
     (tmp_path / "checkpoints" / "latest").symlink_to("step-000005")
     expected = f"the last checkpoint is {tmp_path}/checkpoints/step-000005; go on from it with --resume"
     assert train.tell_last_checkpoint(tmp_path) == expected
