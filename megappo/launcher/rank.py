@@ -16,6 +16,7 @@ from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, Ge
 from megappo.errors import ExitCode
 from megappo.launcher.environment import LAUNCHER_PID, failure_folder, own_rank
 from megappo.launcher.failure import FAILURE_DIR, Failure, claim_failure
+from megappo.launcher.run_status import record_end
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
@@ -40,15 +41,17 @@ def run_rank(request: Request) -> ExitCode:
         _leave(ExitCode.FAILED)  # the launcher says that it was interrupted
     except Exception as error:  # noqa: BLE001  the last frame of the rank: the failure is claimed, not swallowed
         failure = Failure.of(error, own_rank())
-        report_failure(failure)
+        if report_failure(failure):
+            record_end(request, ExitCode(failure.exit_code))
         _leave(ExitCode(failure.exit_code))
 
 
-def report_failure(failure: Failure) -> None:
-    """Claims the run's failure; the first of the ranks prints it, unless a local launcher does."""
+def report_failure(failure: Failure) -> bool:
+    """Claims the run's failure, and says whether this is the first, which is printed unless a local launcher does."""
     is_first = claim_failure(failure_folder(), failure)
     if is_first and FAILURE_DIR not in os.environ:
         print(failure.text, file=sys.stderr, flush=True)
+    return is_first
 
 
 def die_with_launcher() -> None:

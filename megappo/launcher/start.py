@@ -11,6 +11,7 @@ from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.environment import is_joined, joined_world_size, settings
 from megappo.launcher.local import RankProgram, run_local
 from megappo.launcher.rank import run_rank
+from megappo.launcher.run_status import record_end
 from megappo.launcher.world import count_gpus
 
 
@@ -48,4 +49,6 @@ def run_on_ranks(
             stop_grace_seconds=stop_grace_seconds,
             if_interrupted=if_interrupted,
         )
-        return run_local(program)
+        code = run_local(program)
+        record_end(request, code)
+        return code

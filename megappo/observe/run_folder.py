@@ -48,6 +48,13 @@ class RunFolder:
         entry = {"state": state, "step": step, "exit_code": exit_code, "pid": os.getpid(), "time": time.time()}
         replace_file(self.path / "status.json", json.dumps(entry, indent=1))
 
+    def failed(self, exit_code: int) -> None:
+        """Marks the run as failed at the step that `status.json` names, 0 where it had not begun."""
+        file = self.path / "status.json"
+        step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.exists() else 0
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.status("failed", step, exit_code)
+
     def event(self, step: int, kind: str, **details: Any) -> None:
         """Appends one line to `events.jsonl`."""
         entry = {"step": step, "event": kind, "time": time.time(), **details}
