@@ -58,6 +58,25 @@ def _share_of_cores() -> int:
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // ranks_here))
 
 
+class TooManyFailed(RewardError):
+    """More samples failed than `reward.max_failed_fraction` allows; `first`: this rank's first failure."""
+
+    def __init__(self, num_failed: int, total: int, allowed: float, first: FailedReward | None) -> None:
+        example = f"the first, of part {first.part!r}:\n{first.error}" if first else "none of them on this rank"
+        super().__init__(
+            f"rewards failed on {num_failed} of {total} samples, more than reward.max_failed_fraction={allowed:g} "
+            f"allows; {example}"
+        )
+        self.num_failed = num_failed
+        self.total = total
+        self.allowed = allowed
+        self.first = first
+
+    def told_by_all(self, first: FailedReward | None) -> RewardError:
+        """The same error with the first failure of all ranks, fit to be sent to others."""
+        return RewardError(str(TooManyFailed(self.num_failed, self.total, self.allowed, first)))
+
+
 class RewardScorer:
     """Scores samples; close it (or use it as a context) to end its processes."""
 
@@ -121,12 +140,8 @@ class RewardScorer:
         num_failed, total = sum_over_ranks(counts) if sum_over_ranks else counts
         if num_failed <= self._config.max_failed_fraction * total:
             return
-        first = scored.failed[0] if scored.failed else None
-        example = f"the first, of part {first.part!r}:\n{first.error}" if first else "none of them on this rank"
-        raise RewardError(
-            f"rewards failed on {num_failed} of {total} samples, more than reward.max_failed_fraction="
-            f"{self._config.max_failed_fraction:g} allows; {example}"
-        )
+        allowed = self._config.max_failed_fraction
+        raise TooManyFailed(num_failed, total, allowed, scored.failed[0] if scored.failed else None)
 
 
 def _inline(rule: RewardFunction, part: str, index: int, sample: RolloutSample) -> Reward | FailedReward:

@@ -11,9 +11,9 @@ from torch import Tensor
 from megappo.config.reward import RewardConfig
 from megappo.errors import RewardError
 from megappo.experience.sample import RolloutSample
-from megappo.parallel.collectives import broadcast_object, sum_over
+from megappo.parallel.collectives import broadcast_object, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
-from megappo.rewards.build import RewardScorer, build_reward
+from megappo.rewards.build import RewardScorer, TooManyFailed, build_reward
 from megappo.rewards.reward import ScoredBatch
 
 # Rules that say right (1) or wrong (0), rather than how good.
@@ -61,6 +61,10 @@ class RewardWorker:
     def _score_here(self, samples: Sequence[RolloutSample]) -> ScoredBatch | RewardError:
         try:
             return self._scorer.score(samples, self._sum_counts)
+        except TooManyFailed as error:
+            # All leaders stop together, and any of them may be the one whose error is shown.
+            firsts = gather_objects(error.first, self._mesh.dp_group)
+            return error.told_by_all(next((first for first in firsts if first is not None), None))
         except RewardError as error:
             return error
 
