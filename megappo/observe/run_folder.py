@@ -45,6 +45,7 @@ class RunFolder:
 
     def status(self, state: str, step: int, exit_code: int | None = None) -> None:
         """Replaces `status.json` in one piece: `state` is running, done, stopped or failed."""
+        self.path.mkdir(parents=True, exist_ok=True)
         entry = {"state": state, "step": step, "exit_code": exit_code, "pid": os.getpid(), "time": time.time()}
         replace_file(self.path / "status.json", json.dumps(entry, indent=1))
 
@@ -52,7 +53,6 @@ class RunFolder:
         """Marks the run as failed at the step that `status.json` names, 0 where it had not begun."""
         file = self.path / "status.json"
         step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.exists() else 0
-        self.path.mkdir(parents=True, exist_ok=True)
         self.status("failed", step, exit_code)
 
     def event(self, step: int, kind: str, **details: Any) -> None:
