@@ -27,12 +27,14 @@ def joined_world_size() -> int:
 
 def settings(num_threads: int, on_gpu: bool) -> dict[str, str]:
     """Variables that have to be set before torch is imported, whoever starts the rank."""
-    shared = {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    if on_gpu:
+    shared = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
         # Megatron overlaps tensor-parallel communication with computation only if kernels start in the order of calls.
-        return shared | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     # Megatron compiles small fused functions, which on a CPU takes longer than it saves.
-    return shared | {"TORCHDYNAMO_DISABLE": "1"}
+    return shared if on_gpu else shared | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def rank_environment(rank: int, num_ranks: int, port: int, claims: Path) -> dict[str, str]:
