@@ -1,0 +1,37 @@
+"""Reward functions of the runs in tests: a score that varies, and functions that do harm. Imports no torch."""
+
+import os
+import signal
+from pathlib import Path
+
+from megappo.experience.sample import RolloutSample
+
+
+def spread(sample: RolloutSample) -> float:
+    """Any function of the sample does: it must only vary."""
+    return float(sum(sample.response_ids) % 7) - 3.0
+
+
+def spread_and_stop(sample: RolloutSample) -> float:
+    """Asks the run to stop, once, when $CALLS_FILE has counted $STOP_AT_CALL calls of all ranks."""
+    file = Path(os.environ["CALLS_FILE"])
+    with file.open("ab") as calls:
+        calls.write(b".")
+    if file.stat().st_size >= int(os.environ["STOP_AT_CALL"]):
+        try:
+            file.with_suffix(".sent").touch(exist_ok=False)
+        except FileExistsError:
+            return spread(sample)  # another call has asked already
+        os.kill(int(os.environ["MEGAPPO_LAUNCHER_PID"]), signal.SIGTERM)
+    return spread(sample)
+
+
+def buggy(sample: RolloutSample) -> float:
+    """A bug in the user's code, on every sample."""
+    lengths = {"short": 1.0}
+    return lengths["long"]
+
+
+def buggy_for_second_half(sample: RolloutSample) -> float:
+    """A bug that only the second data-parallel rank meets."""
+    return spread(sample) if sample.position < 4 else buggy(sample)
