@@ -43,13 +43,20 @@ def build_reward(config: RewardConfig, num_processes: int | None = None) -> Rewa
                 "'function', and with no other"
             )
         if part.kind == "function" and part.function is not None:
-            if is_async(load_function(part.function)):
+            if is_async(_imported(f"{where}.function", part.function)):
                 async_parts.add(len(pooled))
             pooled.append(Part(part.name, part.function))
         elif part.kind == "math_verify":
             pooled.append(Part(part.name, MATH_VERIFY))
     size = num_processes or _share_of_cores()
     return RewardScorer(config, RewardPool(pooled, frozenset(async_parts), size, config.timeout_seconds), pooled)
+
+
+def _imported(where: str, function: str) -> Callable[..., Any]:
+    try:
+        return load_function(function)
+    except RewardError as error:
+        raise RewardError(f"{where}: {error}") from error
 
 
 def _share_of_cores() -> int:
