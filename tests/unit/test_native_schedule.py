@@ -1,5 +1,7 @@
 """The native engine's schedule, cache and stop rule, without a model."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -139,7 +141,7 @@ def test_slots_are_copied_up_to_their_length():
         assert torch.equal(new[:, 1:], old[:, 1:])
 
 
-def decode(token_ids) -> str:
+def decode(token_ids: Sequence[int]) -> str:
     return "".join(chr(token) for token in token_ids if token > 31)
 
 
@@ -166,7 +168,7 @@ def test_a_response_ends(sampling: SamplingParams, text: str, reason: str | None
 def test_stop_strings_cost_the_same_late_in_a_response():
     seen: list[int] = []
 
-    def counting(token_ids) -> str:
+    def counting(token_ids: Sequence[int]) -> str:
         seen.append(len(token_ids))
         return decode(token_ids)
 

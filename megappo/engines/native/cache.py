@@ -64,5 +64,7 @@ class KVCache:
         sources = [copy.source for copy in copies]
         destinations = [copy.destination for copy in copies]
         assert not set(sources) & set(destinations), "a slot is copied from and to at once"
+        # Made once: as lists they would be sent to the device again for every layer.
+        table = torch.tensor([sources, destinations], device=self.layers[0].device)
         for layer in self.layers:
-            layer[:, destinations, :, :length] = layer[:, sources, :, :length]
+            layer[:, table[1], :, :length] = layer[:, table[0], :, :length]

@@ -40,7 +40,7 @@ class Setup:
     prompts: list[tuple[int, ...]]
 
     def engine(self, **settings: Any) -> NativeRolloutEngine:
-        defaults = {"decode": text, "eos_ids": [2], "max_num_seqs": 6, "max_num_batched_tokens": 48}
+        defaults: dict[str, Any] = {"decode": text, "eos_ids": [2], "max_num_seqs": 6, "max_num_batched_tokens": 48}
         model = settings.pop("model", self.model)
         return NativeRolloutEngine(model, self.spec.shape, self.mesh, **(defaults | settings))
 
