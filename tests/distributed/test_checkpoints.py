@@ -133,3 +133,21 @@ def flip_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def test_pointer_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no moment is there no `latest`: a crash before the last call leaves the old one."""
+    from megappo.trainer import checkpoint
+
+    for name in ("step-000003", "step-000005"):
+        (tmp_path / name).mkdir()
+    latest = tmp_path / "latest"
+    checkpoint.point_to(latest, tmp_path / "step-000003")
+    with monkeypatch.context() as crash:
+        crash.setattr(checkpoint.os, "replace", lambda *paths: pytest.fail("no power"))
+        with pytest.raises(pytest.fail.Exception):
+            checkpoint.point_to(latest, tmp_path / "step-000005")
+    assert latest.readlink() == Path("step-000003")
+    checkpoint.point_to(latest, tmp_path / "step-000005")
+    assert latest.readlink() == Path("step-000005")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "step-000005"]
