@@ -1,7 +1,7 @@
-"""Three PPO steps of the product's own loop on recorded rollouts, on any layout; leaves gradients, weights and metrics.
+"""Three PPO steps of the product's own loop on recorded rollouts, on any layout.
 
-`--break sp-norm` drops the all-reduce of replicated norm weights under sequence parallelism, `--break tied-embedding` that of
-a tied embedding over pipeline stages: the comparison must see both.
+Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
+sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages: the comparison must see both.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
