@@ -60,7 +60,7 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("parity")
-    # Tied: a pipeline then has two copies of the embedding. A value head: the critic's body then has a gradient at once.
+    # Tied: a pipeline has two copies of the embedding. A value head: the critic's body has a gradient at once.
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
     critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen3", tied=True, num_layers=2, value_head=True, seed=1))
     config = _write_experiment(folder, actor, critic)
