@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints-cpu.txt
 INSTALLED := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 MEGAPPO := $(BIN)/python -m megappo
 WARM_START := runs/demo-warm-start/hf/latest
 

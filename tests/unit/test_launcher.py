@@ -51,6 +51,9 @@ print("hello", rank)
 CLAIM = """
 from megappo.launcher.failure import *
 from megappo.errors import *
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.02)
 def fail(error):
     failure = Failure.of(error, rank)
     claim_failure(Path(os.environ[FAILURE_DIR]), failure)
@@ -68,7 +71,7 @@ if rank == 1:
     except ValueError as error:
         fail(error)
 if rank == 0:
-    time.sleep(0.3)
+    wait_until(lambda: read_failure(Path(os.environ[FAILURE_DIR])) is not None)
     fail(RuntimeError("peer closed the connection"))
 time.sleep(60)  # hangs in a collective
 """
@@ -90,13 +93,24 @@ def test_stopped_after_saving() -> None:
     assert run("sys.exit(75)")[0] is ExitCode.STOPPED_AFTER_SAVING
 
 
-def test_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_killed_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = (
         CLAIM
-        + """
+        + f"""
+import psutil
+pid = Path(r"{tmp_path}", "pid")
 if rank == 2:
+    pid.with_suffix(".new").write_text(str(os.getpid()))
+    pid.with_suffix(".new").rename(pid)
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.3)
+wait_until(pid.exists)
+victim = int(pid.read_text())
+def is_dead():
+    try:
+        return psutil.Process(victim).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+wait_until(is_dead)
 fail(RuntimeError("peer closed the connection"))
 """
     )
