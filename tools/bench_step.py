@@ -1,0 +1,66 @@
+"""Times whole PPO steps on several layouts in one go, and prints each phase with its ratio to the first layout.
+
+    python tools/bench_step.py [--file yaml/demo_cpu.yaml] [--layouts tp=1 tp=2 pp=2 dp=2] [--steps 6] [a.b=c …]
+
+Every layout runs the same experiment as its own `megappo train`; the mean is taken from the second step on. Machines are
+noisy: compare the ratios of one run, not seconds of different ones. The demo's file needs `make demo` to have run once.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+PHASES = ("step", "rollout", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", default="yaml/demo_cpu.yaml", help="experiment to time")
+    parser.add_argument("--layouts", nargs="+", default=["tp=1", "tp=2", "pp=2", "dp=2"], help="like tp=2,pp=2")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each layout, the first of them not counted")
+    parser.add_argument("overrides", nargs="*", help="a.b=c, given to every run")
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        parser.error("--steps: 1 leaves no step to count; give 2 or more")
+    table: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in options.layouts:
+            print(f"timing {layout} …", file=sys.stderr, flush=True)
+            table[layout] = time_layout(options, layout, Path(folder) / layout)
+    print_table(table)
+    return 0
+
+
+def time_layout(options: argparse.Namespace, layout: str, run_dir: Path) -> dict[str, float]:
+    """Mean seconds of each phase, and tokens a second and rank, of one layout's steps after the first."""
+    sizes = {"tp": "1", "pp": "1", "dp": "1"} | dict(part.split("=") for part in layout.split(","))
+    command = [sys.executable, "-m", "megappo", "train", options.file, f"trainer.run_dir={run_dir}"]
+    command += [f"layout.{name}={size}" for name, size in sizes.items()]
+    command += [f"trainer.total_steps={options.steps}", "trainer.save_last=false", "trainer.test_freq=0"]
+    command += ["data.val_files=[]", "observe.tensorboard=false", "observe.samples_freq=0", *options.overrides]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    counted = [step for step in steps if step["step"] > 1]
+    names = [f"time/{phase}" for phase in PHASES] + ["perf/tokens_per_second_per_gpu"]
+    return {name: sum(step[name] for step in counted) / len(counted) for name in names}
+
+
+def print_table(table: dict[str, dict[str, float]]) -> None:
+    """One row a figure, one column a layout: the mean, and its ratio to the first column."""
+    layouts = list(table)
+    print(f"{'':<32}" + "".join(f"{layout:>18}" for layout in layouts))
+    for name, first in table[layouts[0]].items():
+        cells = [
+            f"{table[layout][name]:.3g} ({table[layout][name] / first:.2f})" if first else "-" for layout in layouts
+        ]
+        print(f"{name:<32}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
