@@ -50,8 +50,9 @@ lint: setup  ## ruff, mypy and the import rules
 	@$(BIN)/mypy --no-error-summary megappo
 	@$(BIN)/lint-imports --no-logo > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 
-bench: setup  ## tokens per second of generation and training on this machine
-	@$(BIN)/python tools/bench_step.py
+bench: setup  ## times PPO steps on four layouts, and generation with and without the cache; needs the demo's assets
+	@$(BIN)/python tools/bench_step.py actor.ppo_micro_batch_size_per_gpu=64
+	@$(BIN)/python tools/bench_generate.py
 
 clean:  ## remove .venv, caches and build files; runs/ stays
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

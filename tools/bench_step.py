@@ -2,8 +2,8 @@
 
     python tools/bench_step.py [--file yaml/demo_cpu.yaml] [--layouts tp=1 tp=2 pp=2 dp=2] [--steps 6] [a.b=c …]
 
-Every layout runs the same experiment as its own `megappo train`; the mean is taken from the second step on. Machines are
-noisy: compare the ratios of one run, not seconds of different ones. The demo's file needs `make demo` to have run once.
+Every layout runs the same experiment as its own `megappo train`; the mean is taken from the second step on. Machines
+are noisy: compare the ratios of one run, not seconds of different ones. The demo's file needs `make demo` to have run.
 """
 
 import argparse
@@ -56,9 +56,8 @@ def print_table(table: dict[str, dict[str, float]]) -> None:
     layouts = list(table)
     print(f"{'':<32}" + "".join(f"{layout:>18}" for layout in layouts))
     for name, first in table[layouts[0]].items():
-        cells = [
-            f"{table[layout][name]:.3g} ({table[layout][name] / first:.2f})" if first else "-" for layout in layouts
-        ]
+        means = [table[layout][name] for layout in layouts]
+        cells = [f"{mean:.3g} ({mean / first:.2f})" if first else "-" for mean in means]
         print(f"{name:<32}" + "".join(f"{cell:>18}" for cell in cells))
 
 
