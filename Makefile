@@ -19,7 +19,7 @@ MEGAPPO := $(BIN)/python -m megappo
 WARM_START := runs/demo-warm-start/hf/latest
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow lint bench clean help
+.PHONY: setup demo test test-slow test-gpu lint bench clean help
 
 setup: $(INSTALLED)  ## make .venv with pinned versions (2 minutes the first time, then nothing)
 	@:
@@ -43,6 +43,9 @@ test: lint  ## lint, then every test that is neither slow nor needs a GPU, vLLM 
 
 test-slow: setup  ## the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slow and not gpu"
+
+test-gpu: setup  ## the tests that need a CUDA GPU (one is enough)
+	@$(BIN)/python -m pytest -q -rs -m gpu
 
 lint: setup  ## ruff, mypy and the import rules
 	@$(BIN)/ruff check --quiet .
