@@ -33,7 +33,7 @@ class Recipe:
     largest_number: int = 99
     """Numbers have two digits and don't end in 0: a round number never carries."""
     num_held_out: int = 500
-    forgotten_carry: float = 0.75
+    forgotten_carry: float = 0.7
     """Share of the warm start's additions with a carry from the ones to the tens whose answer forgets it."""
     hidden_size: int = 128
     intermediate_size: int = 512
