@@ -55,7 +55,13 @@ def checkpoint_to_resume(config: ExperimentConfig) -> Path | None:
         return None
     path = latest if resume == "auto" else Path(resume)
     if path is not None:
-        check_same_model(path, read_state(path)["model"], config.model.path)
+        state = read_state(path)
+        if state["step"] == 0:
+            raise DataError(
+                f"{path}: holds weights alone (megappo convert wrote it) and no run to go on with; start a new run "
+                "from its Hugging Face folder: model.path"
+            )
+        check_same_model(path, state["model"], config.model.path)
     return path
 
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from megappo.config.optim import OptimConfig
 
+# What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
+_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+
 
 class NonFiniteGradient(FloatingPointError):
     """The gradient norm of a minibatch is NaN or infinite; the weights were not changed."""
@@ -80,7 +83,14 @@ class Optimizer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Moments and the number of steps come from the checkpoint; rates, their course and AdamW's constants stay
+        those of the configuration, which may have changed (a longer run, another rate)."""
+        settings = [
+            {name: group[name] for name in _SETTINGS if name in group} for group in self._optimizer.param_groups
+        ]
         self._optimizer.load_state_dict(state["optimizer"])
+        for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(ours)
         self._schedule.load_state_dict(state["schedule"])
 
     def _create_state(self) -> None:
@@ -118,4 +128,7 @@ def _schedule(optimizer: Any, config: OptimConfig, total_steps: int) -> Optimize
         end_wd=config.weight_decay,
         wd_incr_steps=1,
         wd_incr_style="constant",
+        # A loaded checkpoint sets the number of steps alone.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

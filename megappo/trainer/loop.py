@@ -6,6 +6,7 @@ The algorithm is the body of `for step in loop.steps()`; this file knows none.
 from __future__ import annotations
 
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -132,6 +133,12 @@ class Loop:
                 f"trainer.seed: {self._config.trainer.seed}, but {path} was trained with {state.seed}; "
                 f"set trainer.seed={state.seed} or start a new run"
             )
+        if state.step > self._parts.total_steps:
+            raise ConfigError(
+                f"trainer.total_steps: the run would end after step {self._parts.total_steps}, but {path} is "
+                f"already at step {state.step}; set trainer.total_steps={state.step} or more, or resume "
+                "from an older checkpoint"
+            )
         self._parts.order.load_state_dict(state.data)
         if self._parts.controller is not None and state.kl_controller is not None:
             self._parts.controller.load_state_dict(state.kl_controller)
@@ -194,6 +201,8 @@ class Loop:
         if self._config.trainer.export_hf:
             actor = self._parts.roles["actor"].model
             target = self._folder.hf / f"step-{total:06d}"
+            if self._mesh.is_writer:
+                shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
             export_hf(actor, self._parts.spec, self._mesh, target)
             if self._mesh.is_writer:
                 point_to(target.with_name(LATEST), target)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,33 @@ def test_checkpoint_goes_on_in_another_layout(experiment: Path, runs: Runs, layo
         for name in mine:
             if not name.startswith("hybrid/"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), f"step {mine['step']}, {name}"
+
+
+def test_longer_run_with_another_rate_follows_the_configuration(experiment: Path, runs: Runs) -> None:
+    """4 optimizer steps a step, 44 in all, 6 of them warm-up: step 11 makes those from 40 on."""
+    _, parts = runs("tp2")
+    run = experiment.parent / "longer"
+    changes = ["trainer.total_steps=11", "actor.optim.lr=5e-4", "actor.optim.lr_decay_steps=null", "data.val_files=[]"]
+    succeed("train", experiment, f"trainer.run_dir={run}", f"trainer.resume={parts}/checkpoints/step-000010", *changes)
+    (line,) = learning(run)
+    rates = [5e-4 * 0.5 * (1 + math.cos(math.pi * (number - 6) / 38)) for number in range(40, 44)]
+    assert line["step"] == 11 and line["actor/lr"] == pytest.approx(sum(rates) / 4, rel=1e-9)
+
+
+def test_complete_run_has_nothing_to_resume_and_no_shorter_end(experiment: Path, runs: Runs) -> None:
+    """It exports again and is done; one that would end before its checkpoint is refused, and saves nothing."""
+    _, parts = runs("tp2")
+    words = ["train", experiment, f"trainer.run_dir={parts}", "trainer.export_hf=true", "--resume"]
+    weights = parts / "hf" / "step-000010" / "model.safetensors"
+    before = weights.read_bytes()
+    assert "done after step 10" in succeed(*words).out
+    assert weights.read_bytes() == before and len(learning(parts)) == 10
+
+    refused = megappo(*words, "trainer.total_steps=9")
+    assert refused.code == ExitCode.BAD_INPUT and "Traceback" not in refused.err
+    assert "the run would end after step 9" in refused.err and "set trainer.total_steps=10 or more" in refused.err
+    assert sorted(path.name for path in (parts / "checkpoints").glob("step-*10")) == ["step-000010"]
+    assert not (parts / "checkpoints" / "step-000009" / "manifest.json").exists()
 
 
 def test_damaged_weights_are_refused(experiment: Path, runs: Runs) -> None:
