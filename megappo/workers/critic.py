@@ -7,11 +7,15 @@ from torch import Tensor
 
 from megappo.algorithms.aggregate import Denominators, aggregate
 from megappo.algorithms.losses import value_loss
+from megappo.algorithms.masked import keep
 from megappo.config.actor import CriticConfig
 from megappo.engines.training import LossTerm, TrainingEngine
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.workers.policy import global_denominators, values_at_tokens
+
+# Relative spread of returns that should be equal and went through float32.
+EQUAL = 4 * torch.finfo(torch.float32).eps
 
 
 class CriticWorker:
@@ -78,15 +82,18 @@ class CriticLoss:
         )
 
         def token_mean(per_token: Tensor) -> Tensor:
-            return aggregate(per_token.float(), mask, "token-mean", self._denominators)
+            # float64: a variance is the small difference of two moments.
+            return keep(mask, per_token.double()).sum() / max(self._denominators.tokens, 1)
 
-        error = returns - values.detach()
-        moments = (values, returns, returns**2, error, error**2)
-        return LossTerm(loss, (loss, token_mean(terms.clipped), *map(token_mean, moments)))
+        returns, values = returns.double(), values.detach().double()
+        error = returns - values
+        moments = (terms.clipped, values, returns, returns**2, error, error**2)
+        return LossTerm(loss, (loss, *map(token_mean, moments)))
 
 
 def _explained_variance(moments: dict[str, float]) -> float:
-    """1 − Var(returns − values) / Var(returns) over the response tokens; NaN-free: 0 where returns don't vary."""
-    variance = moments["moment/returns_squared"] - moments["moment/returns"] ** 2
+    """1 − Var(returns − values) / Var(returns) over the response tokens; 0 where returns don't vary beyond rounding."""
+    square = moments["moment/returns_squared"]
+    variance = square - moments["moment/returns"] ** 2
     residual = moments["moment/error_squared"] - moments["moment/error"] ** 2
-    return 1.0 - residual / variance if variance > torch.finfo(torch.float32).eps else 0.0
+    return 1.0 - residual / variance if variance > EQUAL**2 * square else 0.0
