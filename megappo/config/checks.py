@@ -53,6 +53,11 @@ def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
     if trainer.test_freq and not config.data.val_files:
         reason = "does nothing, for data.val_files is empty"
         problems.append(warning("trainer.test_freq", trainer.test_freq, reason, "name files there, or set it to 0"))
+    if trainer.kind == "sft" and config.data.val_files and config.reward is None:
+        reason = "held-out prompts are answered and scored, and there is no reward to score them with"
+        problems.append(
+            warning("data.val_files", list(config.data.val_files), reason, "add reward.parts, or leave it out")
+        )
     if trainer.evaluation.n > 1 and trainer.evaluation.temperature == 0:
         reason = "all responses to a prompt will be the same, for trainer.evaluation.temperature is 0"
         problems.append(warning("trainer.evaluation.n", trainer.evaluation.n, reason, "set a temperature, or n to 1"))

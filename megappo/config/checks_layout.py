@@ -17,7 +17,12 @@ def file_problems(config: ExperimentConfig) -> list[Problem]:
     problems = []
     for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         for index, file in enumerate(files):
-            if not file.startswith(HUB) and not Path(file).exists():
+            # FOLDER@SPLIT names a part of a saved data set.
+            if (
+                not file.startswith(HUB)
+                and not Path(file).exists()
+                and not Path(file.rpartition("@")[0] or file).is_dir()
+            ):
                 remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
                 problems.append(Problem(f"data.{key}.{index}", typed(file), _missing(file), remedy))
     tokenizer = config.model.tokenizer_path
@@ -37,17 +42,18 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
     if config.layout.sequence_parallel and config.layout.tp == 1:
         reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
         problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
-    seen: set[str] = set()
+    seen: dict[str, ModelFacts | None] = {}
     for path, folder in _model_folders(config):
         if folder in seen:
             continue
-        seen.add(folder)
+        seen[folder] = None
         try:
-            facts = read_model_facts(folder)
+            facts = seen[folder] = read_model_facts(folder)
         except ModelFolderError as error:
             problems.append(Problem(path, typed(folder), error.reason, error.remedy))
             continue
         problems += _model_problems(config, folder, facts)
+        problems += _vocabulary_problems(config, path, folder, facts, seen[config.model.path])
     return problems
 
 
@@ -113,6 +119,21 @@ def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) ->
         remedy = f"at most {left}" if left >= 1 else f"shorten data.max_prompt_length below {facts.max_positions} first"
         problems.append(Problem("data.max_response_length", str(config.data.max_response_length), reason, remedy))
     return problems
+
+
+def _vocabulary_problems(
+    config: ExperimentConfig, path: str, folder: str, facts: ModelFacts, actor: ModelFacts | None
+) -> list[Problem]:
+    """Critic and reference read the tokens that the actor writes."""
+    if actor is None or actor.vocab_size is None or facts.vocab_size is None or facts.vocab_size >= actor.vocab_size:
+        return []
+    reason = (
+        f"its vocabulary has {facts.vocab_size} tokens, and it has to read the {actor.vocab_size} of model.path "
+        f"{config.model.path}"
+    )
+    return [
+        Problem(path, typed(folder), reason, "give a model with the actor's tokenizer, or null for the actor's weights")
+    ]
 
 
 def _missing(path: str) -> str:

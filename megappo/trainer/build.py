@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.rollout import SamplingParams
-from megappo.errors import ConfigError
+from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
 from megappo.parallel.mesh import Mesh
@@ -54,6 +54,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
+    refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
     actor = roles.actor(total_steps * plan.actor.optimizer_steps)
     critic = roles.critic(total_steps * plan.critic.optimizer_steps)
     rollout = rollout_worker(config, mesh, spec, tokenizer, actor.model)
@@ -108,6 +109,7 @@ def build_supervised(config: ExperimentConfig, mesh: Mesh) -> SupervisedTrainer:
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
+    refuse_foreign_tokens((example.token_ids for example in examples), config, spec)
     actor = roles.actor(total_steps)
     rollout = rollout_worker(config, mesh, spec, tokenizer, actor.model)
     return SupervisedTrainer(
@@ -187,11 +189,27 @@ def reference_worker(
 
 
 def load_evaluation_sets(config: ExperimentConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
-    """The held-out prompts of each file, by the file's name."""
-    return {
-        source_name(file): load_prompts(config.data, tokenizer, [file], config.data.max_val_samples)
-        for file in config.data.val_files
-    }
+    """The held-out prompts of each file, by the file's name. ConfigError where two files have one name."""
+    sets: dict[str, list[Prompt]] = {}
+    for file in config.data.val_files:
+        name = source_name(file)
+        if name in sets:
+            raise ConfigError(
+                f"data.val_files: {file} would be the second data set named {name!r} in the metrics eval/{name}/…; "
+                "give one of the two another file name"
+            )
+        sets[name] = load_prompts(config.data, tokenizer, [file], config.data.max_val_samples)
+    return sets
+
+
+def refuse_foreign_tokens(sequences: Iterable[Sequence[int]], config: ExperimentConfig, spec: ModelSpec) -> None:
+    """DataError where the tokenizer gives tokens that the model lacks, which its padding would hide."""
+    highest = max(max(sequence) for sequence in sequences)
+    if highest >= spec.shape.vocab_size:
+        raise DataError(
+            f"{config.model.tokenizer_folder}: its tokenizer gives token {highest}, and the vocabulary of "
+            f"{config.model.path} ends at {spec.shape.vocab_size - 1}; use the tokenizer that belongs to the model"
+        )
 
 
 def evaluator(

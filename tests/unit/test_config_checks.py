@@ -63,6 +63,7 @@ def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
         (["ref.path=nowhere"], 'warning ref.path: "nowhere": the reference is never read'),
         (["actor.loss_scale_length=9"], "warning actor.loss_scale_length: 9: does nothing, for actor.loss_agg_mode is token-mean"),
         (["trainer.test_freq=1"], "warning trainer.test_freq: 1: does nothing, for data.val_files is empty"),
+        (["trainer.kind=sft", "reward=null", "data.val_files=['hub:a/b']"], 'warning data.val_files: ["hub:a/b"]: held-out prompts are answered and scored'),
         (["trainer.evaluation.n=4"], "warning trainer.evaluation.n: 4: all responses to a prompt will be the same"),
     ],
 )  # fmt: skip
@@ -90,6 +91,26 @@ def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
 )
 def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
     assert found(tmp_path, *overrides) == []
+
+
+def test_split_of_a_saved_data_set(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    assert found(tmp_path, f"data.train_files=['{tmp_path}/saved@train']") == []
+    (missing,) = found(tmp_path, f"data.train_files=['{tmp_path}/other@train']")
+    assert "there is no such file" in missing
+
+
+def test_critic_and_reference_know_the_actors_tokens(tmp_path: Path) -> None:
+    def other(name: str, vocab_size: int) -> str:
+        write_experiment(tmp_path, vocab_size=vocab_size)
+        (tmp_path / "model").rename(tmp_path / name)
+        return f"{name}.path={tmp_path}/{name}"
+
+    larger, smaller = other("critic", 101), other("ref", 99)
+    assert found(tmp_path, larger, vocab_size=100) == []
+    (problem,) = found(tmp_path, larger, smaller, "actor.use_kl_loss=true", vocab_size=100)
+    assert problem.startswith("error ref.path: ")
+    assert "its vocabulary has 99 tokens, and it has to read the 100 of model.path" in problem
 
 
 def test_world_size(tmp_path: Path) -> None:
