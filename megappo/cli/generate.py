@@ -60,8 +60,12 @@ def read_prompts(file: Path) -> tuple[str, ...]:
     """The prompts of a file; raises DataError with the line that is wrong."""
     if not file.is_file():
         raise DataError(f"--prompts {file}: there is no such file; give a text file with a prompt a line, or a .jsonl")
-    lines = file.read_text(encoding="utf-8").splitlines()
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {file}: not UTF-8 text (byte {error.start}: {error.reason}); save it so") from None
+    # Not splitlines, which also cuts at separators that may stand inside a JSON string.
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not numbered:
         raise DataError(f"--prompts {file}: holds no prompt; write one a line")
     if file.suffix != ".jsonl":

@@ -1,13 +1,14 @@
 """`megappo train FILE`: runs the experiment, on local ranks of its own or as one of the ranks that were started."""
 
 import argparse
+import tempfile
 from functools import partial
 from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
 from megappo.config.checkpoint_folder import checkpoint_to_resume, latest_checkpoint
 from megappo.config.requests import TrainRequest
-from megappo.errors import ExitCode
+from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.start import run_on_ranks
 
 
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     refuse_unsound(loaded, num_ranks)
     checkpoint_to_resume(loaded.config)  # refuses what can't be resumed before a rank is started
     trainer = loaded.config.trainer
+    make_run_folder(Path(trainer.run_dir))
     return run_on_ranks(
         TrainRequest(config=loaded.config),
         num_ranks,
@@ -33,6 +35,19 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         stop_grace_seconds=trainer.stop_grace_seconds,
         if_interrupted=partial(tell_last_checkpoint, Path(trainer.run_dir)),
     )
+
+
+def make_run_folder(run_dir: Path) -> None:
+    """Makes the run's folder; ConfigError where that can't be, or where nothing can be written into it."""
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.run_dir: {run_dir} can't be written to ({error.strerror}: {error.filename}); give another "
+            "folder, for example runs/test"
+        ) from None
 
 
 def tell_last_checkpoint(run_dir: Path) -> str:

@@ -116,7 +116,7 @@ def _reason(field: FieldInfo | None, details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if kind in BOUNDS:
         bound = next(value for name, value in context.items() if name in ("gt", "ge", "lt", "le"))
-        return f"{BOUNDS[kind]} {bound:g}"
+        return f"{BOUNDS[kind]} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind == "too_short":
         return f"needs at least {context['min_length']} item{'s' if context['min_length'] > 1 else ''}"
     if kind == "string_too_short":
@@ -138,6 +138,7 @@ def _remedy(field: FieldInfo | None, details: ErrorDetails) -> str:
     if (
         field is not None
         and any(get_origin(member) is tuple for member in _members(field.annotation))
+        and isinstance(details["loc"][-1], str)  # not one of its items
         and isinstance(value, str | int | float)
     ):
         return f"write it as a list: [{value}]"

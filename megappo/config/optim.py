@@ -1,10 +1,12 @@
 """The optimizer and learning-rate settings that actor and critic share."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megappo.config.base import Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -12,7 +14,7 @@ class OptimConfig(Section):
 
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate; 0 runs every pass and changes no weight."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's ε, added to the root of the second moment."""

@@ -49,7 +49,7 @@ class GenerateRequest(Section):
     sampling: EvaluationSampling = EvaluationSampling()
     max_tokens: int = Field(256, ge=1)
     """Tokens of a response at most."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     tp: int = Field(1, ge=1)
     pp: int = Field(1, ge=1)
     dtype: Dtype | None = None

@@ -124,6 +124,16 @@ def test_train_checks_the_world_before_it_starts(
     assert asked.request is None
 
 
+def test_run_folder_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
+    file = write_experiment(tmp_path)
+    code, _, err = typed(capsys, "train", file, f"trainer.run_dir={file}/run")
+    assert code == ExitCode.BAD_INPUT and asked.request is None
+    assert err == (
+        f"error: trainer.run_dir: {file}/run can't be written to (Not a directory: {file}/run/logs); give another "
+        "folder, for example runs/test\n"
+    )
+
+
 def test_rank_of_torchrun_tells_a_mistake_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megappo", "train", str(write_experiment(tmp_path)), "layout.tp=5"]
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TMPDIR": str(tmp_path)}
@@ -190,8 +200,15 @@ def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Ask
     assert (request.max_tokens, request.seed, request.apply_chat_template, request.as_json) == (8, 3, False, True)
     code, _, err = typed(capsys, *model, "--prompt", "a", "--top-p", 2)
     assert code == ExitCode.BAD_INPUT and "--top-p 2.0: input should be less than or equal to 1" in err
+    (tmp_path / "latin.txt").write_bytes(b"a\xe9")
+    code, _, err = typed(capsys, *model, "--prompts", tmp_path / "latin.txt")
+    assert code == ExitCode.BAD_INPUT and "latin.txt: not UTF-8 text (byte 1: " in err
+    (tmp_path / "separator.jsonl").write_text('{"prompt": "a\u2028b"}\n')
+    assert typed(capsys, *model, "--prompts", tmp_path / "separator.jsonl")[0] == 0
+    assert isinstance(asked.request, GenerateRequest) and asked.request.prompts == ("a\u2028b",)
     for name, content, expected in (
         ("p.txt", "a\n\nb\n", None),
+        ("bom.txt", "\ufeffa\r\nb\r\n", None),
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n', None),
         ("empty.txt", "\n", "empty.txt: holds no prompt"),
         ("bad.jsonl", '{"prompt": "a"}\n{"prompt"\n', "bad.jsonl:2: is not JSON"),
