@@ -39,7 +39,9 @@ def run_rank(request: Request) -> ExitCode:
         return _dispatch(request)
     except KeyboardInterrupt:
         _leave(ExitCode.FAILED)  # the launcher says that it was interrupted
-    except Exception as error:  # noqa: BLE001  the last frame of the rank: the failure is claimed, not swallowed
+    # The last frame of the rank: the failure is claimed, not swallowed. BaseException, for torch's CheckpointException
+    # is no Exception.
+    except BaseException as error:  # noqa: BLE001
         failure = Failure.of(error, own_rank())
         if report_failure(failure):
             record_end(request, ExitCode(failure.exit_code))

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megappo.config.requests import ConvertRequest
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.local import RankProgram, run_local
 
@@ -87,6 +88,22 @@ def test_mistake_of_the_user_is_one_line_and_exit_2(capfd: pytest.CaptureFixture
     code, _ = run(CLAIM + 'fail(DataError("train.jsonl:3: is not JSON; remove the line"))')
     assert code is ExitCode.BAD_INPUT
     assert capfd.readouterr().err == "error: train.jsonl:3: is not JSON; remove the line\n"
+
+
+def test_failure_that_is_no_exception_is_told_too(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """torch's CheckpointException derives from BaseException."""
+    request = ConvertRequest(source="a", target=str(tmp_path / "b")).model_dump_json()
+    body = f"""
+from megappo.config.requests import ConvertRequest
+from megappo.launcher import rank
+def damaged(request):
+    raise BaseException("a damaged checkpoint")
+rank._dispatch = damaged
+rank.run_rank(ConvertRequest.model_validate_json({request!r}))
+"""
+    code, _ = run(body, num_ranks=1)
+    told = capfd.readouterr().err
+    assert code == ExitCode.FAILED and "a damaged checkpoint" in told and "gave no reason" not in told
 
 
 def test_stopped_after_saving() -> None:
