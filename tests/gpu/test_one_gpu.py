@@ -66,9 +66,7 @@ def test_ppo_steps_are_on_policy(experiment: Path, dtype: str, on_policy: float,
 
 def test_a_stopped_run_goes_on(experiment: Path) -> None:
     run_dir = experiment.parent / "float32"
-    assert (run_dir / "checkpoints" / "latest" / "manifest.json").exists(), (
-        "saved by the test before"
-    )
+    assert (run_dir / "checkpoints" / "latest" / "manifest.json").exists(), "saved by the test before"
     steps = train(experiment, "model.dtype=float32", f"trainer.run_dir={run_dir}", "trainer.total_steps=6", "--resume")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
 
