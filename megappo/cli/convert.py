@@ -24,6 +24,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     target = Path(arguments.target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target}: exists and is not empty; give a new folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {target}: can't be made ({error.strerror}: {error.filename}); give another") from None
     request = ConvertRequest(
         source=arguments.source,
         target=arguments.target,

@@ -61,7 +61,13 @@ def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
     if trainer.evaluation.n > 1 and trainer.evaluation.temperature == 0:
         reason = "all responses to a prompt will be the same, for trainer.evaluation.temperature is 0"
         problems.append(warning("trainer.evaluation.n", trainer.evaluation.n, reason, "set a temperature, or n to 1"))
+    for path, seed in (("trainer.seed", trainer.seed), ("data.seed", config.data.seed)):
+        if seed >= 2**32:
+            problems.append(Problem(path, typed(seed), "has to be less than 2^32", "for example 0"))
     for role, optim in (("actor", config.actor.optim), ("critic", config.critic.optim)):
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            reason = "a decay rate has to be at least 0 and less than 1"
+            problems.append(Problem(f"{role}.optim.betas", typed(list(optim.betas)), reason, "for example [0.9, 0.95]"))
         if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
             path, steps = f"{role}.optim.lr_warmup_steps", optim.lr_warmup_steps
             reason = f"the rate would still rise when its decay has ended, after lr_decay_steps {optim.lr_decay_steps}"

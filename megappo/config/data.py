@@ -36,7 +36,7 @@ class DataConfig(Section):
     """What happens to a longer prompt: stop, cut its start (`left`) or its end (`right`), or leave it out."""
     shuffle: bool = True
     """Take the prompts of an epoch in random order, another one each epoch."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0)
     """Seed of the order of prompts."""
     max_samples: int | None = Field(None, ge=1)
     """Use only the first prompts of each training file."""

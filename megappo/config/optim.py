@@ -1,12 +1,10 @@
 """The optimizer and learning-rate settings that actor and critic share."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megappo.config.base import Section
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
@@ -14,7 +12,7 @@ class OptimConfig(Section):
 
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate; 0 runs every pass and changes no weight."""
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's ε, added to the root of the second moment."""

@@ -19,7 +19,7 @@ class TrainerConfig(Section):
     """Steps of the run; null derives them from `total_epochs`."""
     total_epochs: int | None = Field(None, ge=1)
     """Passes over the prompts; ignored where `total_steps` is set."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0)
     """Seed of sampling and of every random choice but the order of prompts."""
     save_freq: int = Field(0, ge=0)
     """Steps between checkpoints; 0 saves only when stopped and at the end."""

@@ -58,6 +58,8 @@ def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
         (["data.system_prompt=hi", "data.apply_chat_template=false"], 'error data.system_prompt: "hi": needs a chat template'),
         (["data.prompt_template=Q"], 'error data.prompt_template: "Q": has no place for the prompt; for example "Q: {prompt}"'),
         (["actor.optim.lr_warmup_steps=9", "actor.optim.lr_decay_steps=9"], "error actor.optim.lr_warmup_steps: 9: the rate would still rise"),
+        (["data.seed=4294967296"], "error data.seed: 4294967296: has to be less than 2^32; for example 0"),
+        (["critic.optim.betas=[1.5, 0.9]"], "error critic.optim.betas: [1.5, 0.9]: a decay rate has to be at least 0 and less than 1; for example [0.9, 0.95]"),
         (["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "warning actor.use_kl_loss: true: KL counts twice"),
         (["algorithm.kl_ctrl.type=adaptive"], 'warning algorithm.kl_ctrl.type: "adaptive": does nothing'),
         (["ref.path=nowhere"], 'warning ref.path: "nowhere": the reference is never read'),
