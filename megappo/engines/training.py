@@ -109,14 +109,10 @@ class TrainingEngine(ModelEngine):
         self.optimizer = optimizer
 
     def update(self, micros: Sequence[MicroBatch], loss: Loss) -> UpdateReport:
-        """One optimizer step on a minibatch (this data-parallel rank's part of it)."""
-        metrics = self.accumulate_gradients(micros, loss)
-        learning_rate = self.optimizer.learning_rate
-        return UpdateReport(metrics, self.optimizer.step(), learning_rate)
+        """One optimizer step on a minibatch, of which `micros` are this data-parallel rank's part.
 
-    def accumulate_gradients(self, micros: Sequence[MicroBatch], loss: Loss) -> dict[str, float]:
-        """Forward and backward over the micro-batches, gradients summed over ranks; returns the global metrics."""
-        self.optimizer.zero_grad()
+        Gradients are summed over micro-batches and ranks as they are: the shares of `loss` have global denominators.
+        """
 
         def share(output: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
             term = loss(output, micro)
@@ -126,9 +122,16 @@ class TrainingEngine(ModelEngine):
             # micro-batches nor, because the count is 0 and the finalizer drops it, by tokens (megatron-core 0.16-0.19).
             return term.loss, torch.zeros((), dtype=torch.int, device=output.device), values
 
+        self.optimizer.zero_grad()
         shares = self._run(micros, share, forward_only=False)
-        total = torch.stack(shares).sum(0) if self.mesh.is_last_stage else None
-        if total is not None:
-            total = sum_over(self.mesh.dp_group, self.mesh.device)(total)
-        total = broadcast_from_last_stage(total, self.mesh, (len(loss.metrics),), torch.float64)
-        return dict(zip(loss.metrics, total.tolist(), strict=True))
+        metrics = self._global_metrics(shares, loss.metrics)
+        learning_rate = self.optimizer.learning_rate
+        return UpdateReport(metrics, self.optimizer.step(), learning_rate)
+
+    def _global_metrics(self, shares: Sequence[Tensor], names: tuple[str, ...]) -> dict[str, float]:
+        """Sums the [metrics] float64 shares of all micro-batches and data-parallel ranks; known to every stage."""
+        total = None
+        if self.mesh.is_last_stage:
+            total = sum_over(self.mesh.dp_group, self.mesh.device)(torch.stack(list(shares)).sum(0))
+        total = broadcast_from_last_stage(total, self.mesh, (len(names),), torch.float64)
+        return dict(zip(names, total.tolist(), strict=True))

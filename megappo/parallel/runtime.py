@@ -33,6 +33,8 @@ for _message in (
     r"The \.grad attribute of a Tensor that is not a leaf",
     r"`torch\.distributed\.\w+` is deprecated",
     "TypedStorage is deprecated",
+    "full scope is deprecated",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
 ):
     warnings.filterwarnings("ignore", message=_message)
 

@@ -91,7 +91,7 @@ class CheckpointStore:
         """
         saved = read_state(path)
         check_same_model(path, saved.pop("model"), str(self._spec.folder))
-        self._check_files(path)
+        check_files(path, self._mesh)
         saved.pop("dtype")
         missing = [name for name in roles if not (path / name).is_dir()]
         if missing:
@@ -105,19 +105,21 @@ class CheckpointStore:
             _restore_rng(torch.load(rng, weights_only=False))
         return LoopState(**saved)
 
-    def _check_files(self, path: Path) -> None:
-        expected = read_part(path, MANIFEST)
-        for name in expected:
-            if not (path / name).exists():
-                raise DataError(f"{path}: the file {name} is missing; resume from another checkpoint")
-        for name, value in checksums(path, sorted(expected), self._mesh).items():
-            if list(value) != expected[name]:
-                raise damaged(path, name)
-
     def _remove_old(self) -> None:
         if self._keep is not None:
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 shutil.rmtree(old)
+
+
+def check_files(path: Path, mesh: Mesh) -> None:
+    """DataError, on every rank, where a file of the checkpoint is missing or damaged. A collective call."""
+    expected = read_part(path, MANIFEST)
+    for name in expected:
+        if not (path / name).exists():
+            raise DataError(f"{path}: the file {name} is missing; resume from another checkpoint")
+    for name, value in checksums(path, sorted(expected), mesh).items():
+        if list(value) != expected[name]:
+            raise damaged(path, name)
 
 
 def write_checkpoint(

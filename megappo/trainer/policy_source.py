@@ -13,7 +13,7 @@ from megappo.errors import DataError
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, load_role
+from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, check_files, load_role
 from megappo.trainer.roles import DTYPES
 
 
@@ -50,5 +50,6 @@ class PolicySource:
         if self.checkpoint is None:
             import_hf(model, spec, mesh)
         else:
+            check_files(self.checkpoint, mesh)
             load_role(self.checkpoint / "actor", SavedRole(model, optimizer=None))
         return model.requires_grad_(False), spec

@@ -150,10 +150,12 @@ def test_damaged_weights_are_refused(experiment: Path, runs: Runs) -> None:
     flip_byte(victim)
     words = ["train", experiment, *LAYOUTS["tp2"], f"trainer.run_dir={parts}", "trainer.total_steps=11", "--resume"]
     refused = megappo(*words)
+    converted = megappo("convert", "--from", checkpoint, "--to", parts / "never-written")
     flip_byte(victim)
-    assert refused.code == ExitCode.BAD_INPUT
     expected = f"error: {checkpoint}: the file critic/{victim.name} is damaged; resume from another checkpoint\n"
-    assert refused.err.endswith(expected) and "Traceback" not in refused.err
+    for finished in (refused, converted):
+        assert finished.code == ExitCode.BAD_INPUT
+        assert finished.err.endswith(expected) and "Traceback" not in finished.err
     assert (status(parts)["state"], status(parts)["step"]) == ("failed", 10)
 
 
