@@ -92,7 +92,7 @@ def _write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
         0.05}},
         "rollout": {"n": 2},
         "reward": {"parts": [
-            {"name": "length", "kind": "function", "function": "tests.distributed.programs.parity:length_reward"}
+            {"name": "length", "kind": "function", "function": "tests.support.rewards:length_reward"}
         ]},
         "data": {
             "train_files": [str(prompts)], "train_batch_size": 8, "max_prompt_length": 32, "max_response_length": 12,

@@ -40,7 +40,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "actor": {"ppo_mini_batch_size": 16, "ppo_micro_batch_size_per_gpu": 8, "optim": {"lr": 1e-3}},
         "rollout": {"n": 2},
         "reward": {"parts": [
-            {"name": "sum", "kind": "function", "function": "tests.distributed.programs.parity:length_reward"}
+            {"name": "sum", "kind": "function", "function": "tests.support.rewards:length_reward"}
         ]},
         "data": {
             "train_files": [str(prompts)], "train_batch_size": 16, "max_prompt_length": 16, "max_response_length": 24,

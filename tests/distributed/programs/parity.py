@@ -54,11 +54,6 @@ class RecordedRollouts:
         return RolloutSample(prompt, position, sample, ids, log_probs, text, "length")
 
 
-def length_reward(sample: RolloutSample) -> float:
-    """Any function of the sample does: it must only vary."""
-    return float(sum(sample.response_ids) % 7) - 3.0
-
-
 @contextlib.contextmanager
 def broken(kind: str | None) -> Any:
     """Megatron without one of its gradient reductions."""
