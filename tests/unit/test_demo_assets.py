@@ -61,7 +61,7 @@ def test_answers_are_sums_and_wrong_responses_forget_a_carry(assets: Path) -> No
         with_carry += a % 10 + b % 10 >= 10
         wrong += error != 0
         assert error == 0 or (error == 10 and a % 10 + b % 10 >= 10)
-    # 45 of the 81 pairs of ones from 1 to 9 carry; 75% of those answers forget it. Within three standard deviations.
+    # 45 of the 81 pairs of ones from 1 to 9 carry; 70% of those answers forget it. Within three standard deviations.
     pairs = len(rows(assets, "warm_start"))
     assert abs(with_carry / pairs - 45 / 81) < 0.02
     assert abs(wrong / with_carry - 0.7) < 0.023
