@@ -32,7 +32,7 @@ $(INSTALLED): setup.py $(CONSTRAINTS)
 	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## teach a small model to add: data, warm start (both cached), PPO on two ranks (5 minutes)
+demo: setup  ## teach a small model to add: data, warm start (both cached), PPO on two ranks (5 minutes on two cores)
 	@$(BIN)/python tools/make_demo.py
 	@test -f $(WARM_START)/config.json || $(MEGAPPO) train yaml/demo_warm_start.yaml
 	@rm -rf runs/demo  # it starts anew
