@@ -25,8 +25,12 @@ def name_of(file: Path) -> str:
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=name_of)
 def test_loads_and_divides(file: Path) -> None:
     config = load_experiment(file)
-    plan = plan_batches if config.trainer.kind == "ppo" else plan_supervised
-    plan(config, 1)
+    if config.trainer.kind == "ppo":
+        plan = plan_batches(config, 1)
+        assert plan.sequences == config.data.train_batch_size * config.rollout.n
+        assert plan.actor.num_minibatches * plan.actor.sequences == plan.sequences
+    else:
+        assert plan_supervised(config, 1).sequences == config.data.train_batch_size
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
