@@ -44,13 +44,45 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Which ranks generate together: every rank is in one group, and a group answers its requests alone.
+
+    Groups are in the order of their first ranks; a group's ranks are in the order of their places in it.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def of(self, rank: int) -> int:
+        """The number of the rank's group."""
+        return next(number for number, group in enumerate(self.groups) if rank in group)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that the engine holds on this rank's device beside the training shards, at three points of a switch:
+    before it (training's turn), with its weights in place, and ready to generate."""
+
+    asleep: int = 0
+    with_weights: int = 0
+    awake: int = 0
+
+
+@dataclass(frozen=True)
 class SyncReport:
-    """What a weight sync moved on this rank, in bytes, and the seconds it took."""
+    """What a switch to generation moved on this rank, in bytes, and the seconds it took.
+
+    `bytes_aliased` are parameters that are the training shard's own memory, `bytes_copied` copies on the device,
+    `bytes_sent` and `bytes_received` what went over the wire. `peak_bytes` is the memory beyond parameters that the
+    transfer took at once.
+    """
 
     bytes_aliased: int
     bytes_copied: int
     bytes_sent: int
     seconds: float
+    bytes_received: int = 0
+    peak_bytes: int = 0
+    held: HeldBytes = HeldBytes()
 
 
 Progress = Callable[[int, int], None]
@@ -58,14 +90,31 @@ Progress = Callable[[int, int], None]
 
 
 class RolloutEngine(Protocol):
-    """Generates on the ranks of one model-parallel group; every rank of the group makes the same calls."""
+    """Generates on groups of ranks that take turns with training: `sync_weights`, `generate` …, `release`.
+
+    Every rank of the world calls `sync_weights` and `release` together; the ranks of one group make the same
+    `generate` calls, and groups may differ in requests and in the number of calls.
+    """
+
+    @property
+    def replicas(self) -> Replicas:
+        """Which ranks generate together."""
+        ...
 
     def sync_weights(self) -> SyncReport:
-        """Makes the training weights of this moment the engine's own."""
+        """Takes the turn to generate: makes the training weights of this moment the engine's own."""
         ...
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
     ) -> list[Completion]:
         """Completions in the order of the requests, the same on every rank of the group."""
+        ...
+
+    def release(self) -> None:
+        """Gives the turn back to training, with all memory that only generation needs."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine, at the end of the run; the process groups are left as they are where that can be."""
         ...

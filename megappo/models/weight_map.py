@@ -4,6 +4,7 @@ A parameter is a list of blocks along one axis, a block a list of segments. With
 and rank r holds the r-th part of each block, block after block. That one rule covers fused QKV (one block of q, k, v
 rows a KV group, cut wherever a rank's share ends, also inside a head), gate and up (two blocks), row-parallel columns
 (axis 1), the padded vocabulary (a block that ends in a segment without a source) and replicated parameters (no axis).
+The experts of a layer are one rule, made for one expert: `{expert}` stands for its number in names and sources.
 Import, export and resharding read these lists; none of them knows a layer's arithmetic.
 """
 
@@ -16,6 +17,9 @@ Shape = tuple[int, ...]
 
 Head = Literal["lm", "value"]
 """The layer on top of the decoder: vocabulary logits, or one number a token."""
+
+WeightClass = Literal["dense", "experts", "vocabulary", "replicated"]
+"""Cut over the TP ranks; over the EP (and expert TP) ranks; over the TP ranks with padding; whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Rule:
     `names`: its global names, of which a model has one (Transformer Engine fuses a norm into the linear layer after it,
     and renames its weight). Layer numbers in them count over the whole model. `axis`: the axis of the segments, None
     for a parameter that every TP rank holds whole. `blocks`: the whole parameter, in order. `is_vocabulary`: its one
-    block is padded to `padded_vocab_size`. `is_copy`: another rule owns the same tensors (the output layer of a tied
+    block is padded to `padded_vocab_size`. `experts`: how many experts the rule is for; axis and blocks are those of one
+    expert's matrix, `{expert}` in names and sources is its number in the layer, and a name without it is one parameter
+    of all local experts, [experts / ep, rows, columns]. `is_copy`: another rule owns the same tensors (the output layer of a tied
     model's last stage), so that an export leaves this one out. `is_optional`: a folder may lack the tensors, the
     parameter then stays as built.
     """
@@ -50,6 +56,7 @@ class Rule:
     axis: int | None
     blocks: tuple[Block, ...]
     is_vocabulary: bool = False
+    experts: int | None = None
     is_copy: bool = False
     is_optional: bool = False
 
@@ -67,6 +74,15 @@ class Rule:
             share = size // tp
             pieces += _cut(block, tp_rank * share, (tp_rank + 1) * share)
         return tuple(_joined(pieces))
+
+    @property
+    def weight_class(self) -> "WeightClass":
+        """What the parameter is cut over: this names the term of the byte formulas that it belongs to."""
+        if self.experts is not None:
+            return "experts"
+        if self.is_vocabulary:
+            return "vocabulary"
+        return "dense" if self.axis is not None else "replicated"
 
     @property
     def sources(self) -> tuple[str, ...]:
