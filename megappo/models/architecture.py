@@ -7,7 +7,7 @@ from typing import Any
 
 from megappo.config.layout import LayoutConfig
 from megappo.errors import ConfigError, DataError
-from megappo.models.families import FAMILIES
+from megappo.models.families import FAMILIES, PLANNABLE
 from megappo.models.families.base import Family, ModelShape
 
 
@@ -34,11 +34,11 @@ def read_model(folder: str | Path) -> ModelSpec:
         raise DataError(
             f"{file}:{error.lineno}: not JSON ({error.msg}); copy the file again from its source"
         ) from error
-    family = FAMILIES.get(config.get("model_type"))
+    model_type = config.get("model_type")
+    family = FAMILIES.get(model_type)
     if family is None:
-        raise ConfigError(
-            f"{file}: model_type is {config.get('model_type')!r}; supported: {', '.join(sorted(FAMILIES))}"
-        )
+        reason = ", which can be planned but not built (its layers are missing)" if model_type in PLANNABLE else ""
+        raise ConfigError(f"{file}: model_type is {model_type!r}{reason}; supported: {', '.join(sorted(FAMILIES))}")
     try:
         shape = family.shape(config)
     except ConfigError as error:

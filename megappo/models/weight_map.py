@@ -9,7 +9,7 @@ Import, export and resharding read these lists; none of them knows a layer's ari
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
@@ -20,6 +20,9 @@ Head = Literal["lm", "value"]
 
 WeightClass = Literal["dense", "experts", "vocabulary", "replicated"]
 """Cut over the TP ranks; over the EP (and expert TP) ranks; over the TP ranks with padding; whole on every rank."""
+
+EXPERT = "{expert}"
+"""Stands for an expert's number in its layer, in names and sources of rules."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class Rule:
     `names`: its global names, of which a model has one (Transformer Engine fuses a norm into the linear layer after it,
     and renames its weight). Layer numbers in them count over the whole model. `axis`: the axis of the segments, None
     for a parameter that every TP rank holds whole. `blocks`: the whole parameter, in order. `is_vocabulary`: its one
-    block is padded to `padded_vocab_size`. `experts`: how many experts the rule is for; axis and blocks are those of one
-    expert's matrix, `{expert}` in names and sources is its number in the layer, and a name without it is one parameter
-    of all local experts, [experts / ep, rows, columns]. `is_copy`: another rule owns the same tensors (the output layer of a tied
-    model's last stage), so that an export leaves this one out. `is_optional`: a folder may lack the tensors, the
-    parameter then stays as built.
+    block is padded to `padded_vocab_size`. `experts`: how many experts the rule is for; axis and blocks are those of
+    one expert's matrix, `{expert}` in names and sources is its number in the layer, and a name without it is one
+    parameter of all local experts, [experts / ep, rows, columns]. `is_copy`: another rule owns the same tensors (the
+    output layer of a tied model's last stage), so that an export leaves this one out. `is_optional`: a folder may lack
+    the tensors, the parameter then stays as built.
     """
 
     names: tuple[str, ...]
@@ -84,11 +87,28 @@ class Rule:
             return "vocabulary"
         return "dense" if self.axis is not None else "replicated"
 
+    def of_expert(self, expert: int) -> "Rule":
+        """The rule of one expert of the layer, a matrix of its own with its number in names and sources.
+
+        A name without `{expert}` becomes that of the expert's view into the parameter that holds all local ones.
+        """
+        assert self.experts is not None and expert < self.experts, f"{self.names[0]} has no expert {expert}"
+        blocks = tuple(
+            tuple(replace(segment, source=_numbered(segment.source, expert)) for segment in block)
+            for block in self.blocks
+        )
+        names = tuple(_numbered(name, expert) or name for name in self.names)
+        return replace(self, names=names, blocks=blocks)
+
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors, each once, in order of first use."""
         names = (segment.source for block in self.blocks for segment in block)
         return tuple(dict.fromkeys(name for name in names if name is not None))
+
+
+def _numbered(name: str | None, expert: int) -> str | None:
+    return None if name is None else name.replace(EXPERT, str(expert))
 
 
 @dataclass(frozen=True)

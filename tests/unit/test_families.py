@@ -10,7 +10,7 @@ from megappo.config.layout import LayoutConfig
 from megappo.errors import ConfigError, DataError
 from megappo.models.architecture import check_layout, read_model
 from megappo.models.families import FAMILIES
-from megappo.models.families.base import Llama3RopeScaling
+from megappo.models.families.base import Llama3RopeScaling, MoeShape
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
@@ -51,6 +51,10 @@ def test_defaults_of_the_configuration_classes() -> None:
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3_moe", {}, "num_experts is missing"),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "9 is more than the 8 experts"),
+        ("qwen2_moe", {}, "shared_expert_intermediate_size is missing"),
     ],
 )
 def test_what_the_layers_do_not_compute_is_refused(
@@ -68,10 +72,45 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no config\.json"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="'gpt2'; supported: llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match=r"'gpt2'; supported: llama, qwen2, qwen2_moe, qwen3, qwen3_moe$"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{\n"model_type" "llama"}')
     with pytest.raises(DataError, match=r"config\.json:2"):
+        read_model(tmp_path)
+
+
+MOE: dict[str, Any] = LLAMA | {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768, "shared_expert_intermediate_size": 1024,
+}  # fmt: skip
+
+
+def test_sizes_of_experts() -> None:
+    routed = FAMILIES["qwen3_moe"].shape(MOE | {"norm_topk_prob": True})
+    assert routed.qk_norm and not routed.qkv_bias
+    assert routed.moe == MoeShape(num_experts=8, top_k=2, ffn_size=768, norm_topk_prob=True)
+    shared = FAMILIES["qwen2_moe"].shape(MOE)
+    assert shared.qkv_bias and not shared.qk_norm
+    assert shared.moe == MoeShape(8, 2, 768, shared_ffn_size=1024, has_shared_gate=True, norm_topk_prob=False)
+    # transformers 5 writes another key.
+    renamed = {"num_local_experts": 8} | {key: value for key, value in MOE.items() if key != "num_experts"}
+    assert FAMILIES["qwen3_moe"].shape(renamed).moe == FAMILIES["qwen3_moe"].shape(MOE).moe
+
+
+def test_layers_without_experts() -> None:
+    def dense(**settings: Any) -> list[int]:
+        shape = FAMILIES["qwen3_moe"].shape(MOE | {"num_hidden_layers": 6} | settings)
+        assert shape.moe is not None
+        return sorted(shape.moe.dense_layers)
+
+    assert dense() == []
+    assert dense(mlp_only_layers=[0, 4]) == [0, 4]
+    assert dense(decoder_sparse_step=2) == [0, 2, 4]
+    assert dense(decoder_sparse_step=3, mlp_only_layers=[5]) == [0, 1, 3, 4, 5]
+
+
+def test_a_family_that_is_planned_but_not_built(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    with pytest.raises(ConfigError, match="'deepseek_v3', which can be planned but not built"):
         read_model(tmp_path)
 
 

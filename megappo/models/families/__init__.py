@@ -1,8 +1,16 @@
 """The model families by their `model_type`; to add one, write its file here and list it. Imports no torch."""
 
 from megappo.models.families.base import Family
+from megappo.models.families.deepseek_v3 import DeepseekV3
 from megappo.models.families.llama import Llama
 from megappo.models.families.qwen2 import Qwen2
+from megappo.models.families.qwen2_moe import Qwen2Moe
 from megappo.models.families.qwen3 import Qwen3
+from megappo.models.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (Llama(), Qwen2(), Qwen3())}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe())
+}
+
+PLANNABLE: dict[str, Family] = {family.model_type: family for family in (DeepseekV3(),)}
+"""Families of which sizes and weight maps are known, for planning, and whose layers are not built."""

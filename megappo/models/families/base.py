@@ -25,12 +25,46 @@ class Llama3RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoeShape:
+    """The experts of a decoder: `top_k` of `num_experts` routed ones for a token, and a shared one for all tokens."""
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    """Feed-forward rows of one routed expert."""
+    shared_ffn_size: int = 0
+    """Feed-forward rows of the shared expert (of all of them together, where there are several); 0 is none."""
+    has_shared_gate: bool = False
+    """The shared expert's output is multiplied by a sigmoid of its own."""
+    norm_topk_prob: bool = False
+    """The weights of a token's chosen experts are divided by their sum."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers without experts, counted over the model from 0; `ModelShape.ffn_size` is theirs."""
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values go through a low rank.
+
+    A part of each head, `rope_head_dim` wide, carries the positions. `ModelShape.head_dim` is the width of a query
+    head, both parts.
+    """
+
+    q_rank: int | None
+    """None: queries are projected directly."""
+    kv_rank: int
+    rope_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """All sizes and switches of a dense decoder that Megatron and the weight map need; counts, no units."""
+    """All sizes and switches of a decoder that Megatron and the weight map need; counts, no units."""
 
     num_layers: int
     hidden_size: int
     ffn_size: int
+    """Feed-forward rows of a layer without experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -43,6 +77,10 @@ class ModelShape:
     """Input embedding and output layer are one tensor."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MoeShape | None = None
+    """None for a dense model."""
+    latent: LatentShape | None = None
+    """None for grouped-query attention."""
 
     @property
     def queries_per_group(self) -> int:

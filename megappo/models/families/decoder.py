@@ -1,7 +1,11 @@
-"""The weight map of a dense pre-norm decoder, which Llama, Qwen2 and Qwen3 share; they differ in switches of the shape.
+"""The weight map of a pre-norm decoder, which all families share; they differ in switches of the shape and in parts of
+a layer.
 
 Imports no torch. The names on the left are Megatron's, those on the right Hugging Face's.
 """
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from megappo.models.families.base import ModelShape
 from megappo.models.weight_map import Block, Head, Rule, Segment, Shape, WeightMap
@@ -12,18 +16,80 @@ OUTPUT = "lm_head.weight"
 SCORE = "score.weight"
 
 
-def decoder_weight_map(shape: ModelShape, head: Head) -> WeightMap:
+@dataclass(frozen=True)
+class LayerPart:
+    """The attention or the feed-forward part of one layer: its Hugging Face tensors, and the rules that use them."""
+
+    tensors: dict[str, Shape]
+    rules: tuple[Rule, ...]
+
+    def __add__(self, other: "LayerPart") -> "LayerPart":
+        return LayerPart(self.tensors | other.tensors, self.rules + other.rules)
+
+
+def grouped_attention(shape: ModelShape, layer: int) -> LayerPart:
+    """Attention with grouped KV heads, q, k and v fused; with biases and q/k norms where the shape has them."""
+    ours, theirs = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    query_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    tensors: dict[str, Shape] = {}
+    for name, length in (("q", query_rows), ("k", kv_rows), ("v", kv_rows)):
+        tensors[f"{theirs}{name}_proj.weight"] = (length, shape.hidden_size)
+        if shape.qkv_bias:
+            tensors[f"{theirs}{name}_proj.bias"] = (length,)
+    rules = [
+        Rule((f"{ours}linear_qkv.weight",), 0, (_fused_qkv(shape, theirs, "weight"),)),
+        Rule((f"{ours}linear_proj.weight",), 1, ((Segment(f"{theirs}o_proj.weight", 0, query_rows),),)),
+    ]
+    if shape.qkv_bias:
+        rules.append(Rule((f"{ours}linear_qkv.bias",), 0, (_fused_qkv(shape, theirs, "bias"),)))
+    if shape.qk_norm:
+        for name in ("q", "k"):
+            source = f"{theirs}{name}_norm.weight"
+            tensors[source] = (shape.head_dim,)
+            rules.append(whole(f"{ours}{name}_layernorm.weight", source=source, length=shape.head_dim))
+    tensors[f"{theirs}o_proj.weight"] = (shape.hidden_size, query_rows)
+    return LayerPart(tensors, tuple(rules))
+
+
+def dense_mlp(
+    shape: ModelShape, layer: int, *, ours: str = "mlp", theirs: str = "mlp", ffn_size: int | None = None
+) -> LayerPart:
+    """A gated feed-forward part that every token goes through, of `shape.ffn_size` unless given."""
+    ffn = shape.ffn_size if ffn_size is None else ffn_size
+    gate, up, down = (f"model.layers.{layer}.{theirs}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    linear = f"decoder.layers.{layer}.{ours}.linear"
+    rules = (
+        Rule((f"{linear}_fc1.weight",), 0, ((Segment(gate, 0, ffn),), (Segment(up, 0, ffn),))),
+        Rule((f"{linear}_fc2.weight",), 1, ((Segment(down, 0, ffn),),)),
+    )
+    rows = (ffn, shape.hidden_size)
+    return LayerPart({gate: rows, up: rows, down: (shape.hidden_size, ffn)}, rules)
+
+
+Part = Callable[[ModelShape, int], LayerPart]
+"""From the shape and the number of a layer to that layer's attention or feed-forward part."""
+
+
+def decoder_weight_map(
+    shape: ModelShape, head: Head, *, attention: Part = grouped_attention, mlp: Part = dense_mlp
+) -> WeightMap:
     """Embedding, layers, final norm and head. A value model has its own head and is never tied."""
     tensors: dict[str, Shape] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
     rules = [_vocabulary_rule("embedding.word_embeddings.weight", EMBEDDING, shape)]
     for layer in range(shape.num_layers):
-        tensors |= _layer_tensors(shape, layer)
-        rules += _layer_rules(shape, layer)
+        part = (
+            _norm(shape, layer, "input_layernorm", "self_attention.linear_qkv", "input_layernorm")
+            + attention(shape, layer)
+            + _norm(shape, layer, "pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm")
+            + mlp(shape, layer)
+        )
+        tensors |= part.tensors
+        rules += part.rules
     tensors[FINAL_NORM] = (shape.hidden_size,)
-    rules.append(_whole("decoder.final_layernorm.weight", source=FINAL_NORM, length=shape.hidden_size))
+    rules.append(whole("decoder.final_layernorm.weight", source=FINAL_NORM, length=shape.hidden_size))
     if head == "value":
         tensors[SCORE] = (1, shape.hidden_size)
-        rules.append(_whole("output_layer.weight", source=SCORE, length=1, is_optional=True))
+        rules.append(whole("output_layer.weight", source=SCORE, length=1, is_optional=True))
     elif shape.tied:
         # Only the last of several pipeline stages has this parameter, its own copy of the embedding.
         rules.append(_vocabulary_rule("output_layer.weight", EMBEDDING, shape, is_copy=True))
@@ -33,56 +99,16 @@ def decoder_weight_map(shape: ModelShape, head: Head) -> WeightMap:
     return WeightMap(tensors, tuple(rules))
 
 
-def _layer_tensors(shape: ModelShape, layer: int) -> dict[str, Shape]:
-    prefix = f"model.layers.{layer}."
-    query_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rows = {"q": query_rows, "k": kv_rows, "v": kv_rows}
-    tensors: dict[str, Shape] = {"input_layernorm.weight": (shape.hidden_size,)}
-    for name, length in rows.items():
-        tensors[f"self_attn.{name}_proj.weight"] = (length, shape.hidden_size)
-        if shape.qkv_bias:
-            tensors[f"self_attn.{name}_proj.bias"] = (length,)
-    if shape.qk_norm:
-        tensors |= {"self_attn.q_norm.weight": (shape.head_dim,), "self_attn.k_norm.weight": (shape.head_dim,)}
-    tensors["self_attn.o_proj.weight"] = (shape.hidden_size, query_rows)
-    tensors["post_attention_layernorm.weight"] = (shape.hidden_size,)
-    tensors["mlp.gate_proj.weight"] = (shape.ffn_size, shape.hidden_size)
-    tensors["mlp.up_proj.weight"] = (shape.ffn_size, shape.hidden_size)
-    tensors["mlp.down_proj.weight"] = (shape.hidden_size, shape.ffn_size)
-    return {prefix + name: size for name, size in tensors.items()}
-
-
-def _layer_rules(shape: ModelShape, layer: int) -> list[Rule]:
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    hidden, ffn = shape.hidden_size, shape.ffn_size
-    gate, up, down = (f"{theirs}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-    output, output_columns = f"{theirs}self_attn.o_proj.weight", shape.num_heads * shape.head_dim
-    rules = [
-        _whole(
-            f"{ours}input_layernorm.weight", f"{ours}self_attention.linear_qkv.layer_norm_weight",
-            source=f"{theirs}input_layernorm.weight", length=hidden,
-        ),
-        Rule((f"{ours}self_attention.linear_qkv.weight",), 0, (_fused_qkv(shape, theirs, "weight"),)),
-        Rule((f"{ours}self_attention.linear_proj.weight",), 1, ((Segment(output, 0, output_columns),),)),
-        _whole(
-            f"{ours}pre_mlp_layernorm.weight", f"{ours}mlp.linear_fc1.layer_norm_weight",
-            source=f"{theirs}post_attention_layernorm.weight", length=hidden,
-        ),
-        Rule((f"{ours}mlp.linear_fc1.weight",), 0, ((Segment(gate, 0, ffn),), (Segment(up, 0, ffn),))),
-        Rule((f"{ours}mlp.linear_fc2.weight",), 1, ((Segment(down, 0, ffn),),)),
-    ]  # fmt: skip
-    if shape.qkv_bias:
-        rules.append(Rule((f"{ours}self_attention.linear_qkv.bias",), 0, (_fused_qkv(shape, theirs, "bias"),)))
-    if shape.qk_norm:
-        for name in ("q", "k"):
-            source = f"{theirs}self_attn.{name}_norm.weight"
-            rules.append(_whole(f"{ours}self_attention.{name}_layernorm.weight", source=source, length=shape.head_dim))
-    return rules
+def _norm(shape: ModelShape, layer: int, own_name: str, fused_into: str, source: str) -> LayerPart:
+    """A layer's norm, which Transformer Engine fuses into the linear layer after it."""
+    ours, tensor = f"decoder.layers.{layer}.", f"model.layers.{layer}.{source}.weight"
+    names = (f"{ours}{own_name}.weight", f"{ours}{fused_into}.layer_norm_weight")
+    return LayerPart({tensor: (shape.hidden_size,)}, (whole(*names, source=tensor, length=shape.hidden_size),))
 
 
 def _fused_qkv(shape: ModelShape, prefix: str, kind: str) -> Block:
     """Megatron's row order: for each KV head, the rows of its query heads, then its K rows, then its V rows."""
-    query, key, value = (f"{prefix}self_attn.{name}_proj.{kind}" for name in ("q", "k", "v"))
+    query, key, value = (f"{prefix}{name}_proj.{kind}" for name in ("q", "k", "v"))
     rows, query_rows = shape.head_dim, shape.queries_per_group * shape.head_dim
     block: list[Segment] = []
     for group in range(shape.num_kv_heads):
@@ -92,7 +118,7 @@ def _fused_qkv(shape: ModelShape, prefix: str, kind: str) -> Block:
     return tuple(block)
 
 
-def _whole(*names: str, source: str, length: int, is_optional: bool = False) -> Rule:
+def whole(*names: str, source: str, length: int, is_optional: bool = False) -> Rule:
     """A parameter that every TP rank holds whole."""
     return Rule(names, None, ((Segment(source, 0, length),),), is_optional=is_optional)
 
