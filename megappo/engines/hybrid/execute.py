@@ -1,0 +1,262 @@
+"""Carries a plan out: binds aliases, copies locally, and moves the rest in buckets, the next one in flight meanwhile.
+
+Works on gloo and NCCL. Everything that can be known before the first switch is made once: messages are views of the
+training shards and of the destination's memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megappo.engines.hybrid.plan import Planner, Transfer, Way
+
+DIRECT_BYTES = 1 << 20
+"""Parts of at least this size are messages of their own, which need no copy where their memory is in one piece."""
+
+Views = tuple[Tensor, ...]
+"""The same rows on one side of a transfer: one view, or one an expert, [1, rows, columns], where experts are separate
+parameters."""
+
+
+class SwitchError(RuntimeError):
+    """The weights could not be moved: a rank was lost, or did not answer in time. They are unusable until sent anew."""
+
+
+class Sources(Protocol):
+    """The training parameters of this rank."""
+
+    def views(self, transfer: Transfer) -> Views:
+        """The rows of `transfer` in the training shard."""
+        ...
+
+
+class Destination(Protocol):
+    """The generation parameters of this rank."""
+
+    def alias(self, transfer: Transfer, views: Views) -> None:
+        """Makes rows of a parameter the training shard's own memory."""
+        ...
+
+    def view(self, transfer: Transfer) -> Tensor:
+        """Where the rows of `transfer` are to be written: [rows, columns], with experts [experts, rows, columns]."""
+        ...
+
+
+@dataclass
+class Moved:
+    """Bytes of one switch on this rank; `peak_bytes` is the staging memory that existed at once."""
+
+    aliased: int = 0
+    copied: int = 0
+    sent: int = 0
+    received: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Parts that travel together between this rank and `peer`; a single part may be sent from where it lies."""
+
+    peer: int
+    parts: tuple[Tensor, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(part.numel() for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.parts[0].element_size()
+
+    @property
+    def is_direct(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].is_contiguous()
+
+    @property
+    def staging_bytes(self) -> int:
+        return 0 if self.is_direct else self.nbytes
+
+
+@dataclass
+class _Bucket:
+    receives: list[_Message] = field(default_factory=list)
+    sends: list[_Message] = field(default_factory=list)
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(message.staging_bytes for message in (*self.receives, *self.sends))
+
+
+@dataclass
+class _InFlight:
+    """A bucket under way: its requests, and the staging memory of what has to be unpacked, or outlive the sending."""
+
+    requests: list[dist.Work]
+    received: list[tuple[_Message, Tensor]]
+    sent: list[Tensor]
+    staging_bytes: int
+
+
+class Switch:
+    """The transfers of one rank between two layouts, ready to be run any number of times.
+
+    `group` holds all ranks of the training grid. The destination's memory has to stay where it is between runs;
+    where it does not, make a new one. Every rank runs its own together.
+    """
+
+    def __init__(
+        self, planner: Planner, rank: int, sources: Sources, destination: Destination, group: ProcessGroup | None
+    ) -> None:
+        self._group = group
+        self._aliases: list[tuple[Transfer, Views]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._destination = destination
+        self._element_bytes = planner.element_bytes
+        receives: list[tuple[Transfer, Views]] = []
+        for transfer in planner.receives(rank):
+            if transfer.way is Way.GATHER:
+                receives.append((transfer, (destination.view(transfer),)))
+                continue
+            views = sources.views(transfer)
+            if transfer.way is Way.ALIAS:
+                self._aliases.append((transfer, views))
+            else:
+                self._copies += _paired(destination.view(transfer), views)
+        sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
+        self._buckets = _bucketed(planner.buckets.count, receives, sends)
+        staging = [bucket.staging_bytes for bucket in self._buckets] + [0]
+        self.extra_bytes = max((sum(staging[index : index + 2]) for index in range(len(self._buckets))), default=0)
+        """Staging memory that a run takes at most: that of two neighbouring buckets."""
+
+    @torch.no_grad()
+    def run(self) -> Moved:
+        """Makes the training weights of this moment the generation layout's. Raises SwitchError."""
+        moved = Moved()
+        for transfer, views in self._aliases:
+            self._destination.alias(transfer, views)
+            moved.aliased += transfer.num_elements * self._element_bytes
+        if self._copies:
+            targets, sources = zip(*self._copies, strict=True)
+            torch._foreach_copy_(targets, sources)  # a few fused launches, where a loop would take one a tensor
+            moved.copied = sum(target.nbytes for target in targets)
+        self._run_buckets(moved)
+        assert moved.peak_bytes <= self.extra_bytes, (
+            f"the switch took {moved.peak_bytes} bytes of staging, its plan has {self.extra_bytes}"
+        )
+        return moved
+
+    def _run_buckets(self, moved: Moved) -> None:
+        held, current = 0, None
+        for number, bucket in enumerate([*self._buckets, None]):
+            try:
+                following = self._post(bucket) if bucket is not None else None
+                held += following.staging_bytes if following is not None else 0
+                moved.peak_bytes = max(moved.peak_bytes, held)
+                if current is not None:
+                    held -= self._finish(current, moved)
+            except (RuntimeError, ValueError) as error:
+                raise SwitchError(
+                    f"the weights could not be moved to the generation layout: bucket {number} of "
+                    f"{len(self._buckets)} failed, a rank is gone or did not answer in time ({error})"
+                ) from error
+            current = following
+
+    def _post(self, bucket: _Bucket) -> _InFlight:
+        operations: list[dist.P2POp] = []
+        received: list[tuple[_Message, Tensor]] = []
+        sent: list[Tensor] = []
+        for message in bucket.receives:
+            tensor = message.parts[0] if message.is_direct else _staging(message)
+            received.append((message, tensor))
+            operations.append(dist.P2POp(dist.irecv, tensor, message.peer, self._group))
+        for message in bucket.sends:
+            tensor = message.parts[0] if message.is_direct else _packed(message)
+            sent.append(tensor)
+            operations.append(dist.P2POp(dist.isend, tensor, message.peer, self._group))
+        requests = dist.batch_isend_irecv(operations) if operations else []
+        return _InFlight(requests, received, sent, bucket.staging_bytes)
+
+    def _finish(self, bucket: _InFlight, moved: Moved) -> int:
+        """Waits for a bucket and unpacks it; the staging bytes that are free again."""
+        for request in bucket.requests:
+            request.wait()
+        for message, tensor in bucket.received:
+            moved.received += tensor.nbytes
+            if not message.is_direct:
+                _unpack(message, tensor)
+        moved.sent += sum(tensor.nbytes for tensor in bucket.sent)
+        return bucket.staging_bytes
+
+
+def _bucketed(
+    count: int, receives: Sequence[tuple[Transfer, Views]], sends: Sequence[tuple[Transfer, Views]]
+) -> list[_Bucket]:
+    """Every bucket's messages; empty buckets are left in, so that all ranks count alike."""
+    buckets = [_Bucket() for _ in range(count)]
+    for is_send, transfers in ((False, receives), (True, sends)):
+        parts: dict[tuple[int, int], list[Views]] = {}
+        for transfer, views in transfers:
+            peer = transfer.target_rank if is_send else transfer.source_rank
+            for index, bucket in enumerate(transfer.buckets):
+                part = _part(views, index, len(transfer.buckets))
+                if part:
+                    parts.setdefault((bucket, peer), []).append(part)
+        for (bucket, peer), several in parts.items():
+            messages = buckets[bucket].sends if is_send else buckets[bucket].receives
+            messages += _messages(peer, several)
+    return buckets
+
+
+def _messages(peer: int, several: Iterable[Views]) -> list[_Message]:
+    """Large parts by themselves, the others together. Both ranks cut alike: sizes decide, not where memory lies."""
+    messages: list[_Message] = []
+    small: list[Tensor] = []
+    for views in several:
+        if sum(view.nbytes for view in views) >= DIRECT_BYTES:
+            messages.append(_Message(peer, views))
+        else:
+            small += views
+    return [*messages, _Message(peer, tuple(small))] if small else messages
+
+
+def _part(views: Views, index: int, count: int) -> Views:
+    """Part `index` of `count` equal parts along the first dimension, or of the list of experts."""
+    if len(views) > 1:
+        start, stop = len(views) * index // count, len(views) * (index + 1) // count
+        return views[start:stop]
+    size = views[0].shape[0]
+    start, stop = size * index // count, size * (index + 1) // count
+    return (views[0][start:stop],) if stop > start else ()
+
+
+def _paired(target: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
+    """(destination, source) of each view; a target's first dimension is that of the experts where there are several."""
+    if len(views) == 1:
+        return [(target, views[0])]
+    return list(zip(target.split(1), views, strict=True))
+
+
+def _staging(message: _Message) -> Tensor:
+    part = message.parts[0]
+    return torch.empty(message.num_elements, dtype=part.dtype, device=part.device)
+
+
+def _packed(message: _Message) -> Tensor:
+    flat = _staging(message)
+    torch._foreach_copy_(_slices(message, flat), list(message.parts))
+    return flat
+
+
+def _unpack(message: _Message, flat: Tensor) -> None:
+    torch._foreach_copy_(list(message.parts), _slices(message, flat))
+
+
+def _slices(message: _Message, flat: Tensor) -> list[Tensor]:
+    """Views of `flat` in the parts' shapes, one after the other."""
+    sizes = [part.numel() for part in message.parts]
+    return [piece.view(part.shape) for piece, part in zip(flat.split(sizes), message.parts, strict=True)]

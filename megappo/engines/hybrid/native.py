@@ -1,0 +1,152 @@
+"""The switch for the native engine in its own layout: every piece is an alias or is received where it stays.
+
+Nothing exists twice: a rank holds its training shard and, while generating, the shards that it received.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megappo.config.grid import GenerationGrid
+from megappo.engines.hybrid.execute import Moved, Switch, Views
+from megappo.engines.hybrid.kinds import Kinds, with_numbers
+from megappo.engines.hybrid.plan import Planner, Transfer
+from megappo.engines.hybrid.sources import TrainingShards
+from megappo.engines.hybrid.targets import NativeTargets, Target
+from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.rollout import HeldBytes, SyncReport
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class _Piece:
+    offset: int
+    tensor: Tensor
+
+
+class PieceDestination:
+    """Collects the pieces of one switch; received ones get memory of their own when their place is asked for."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._pieces: dict[tuple[str, int | None], list[_Piece]] = {}
+        self.received_bytes = 0
+
+    def alias(self, transfer: Transfer, views: Views) -> None:
+        for place, view in enumerate(views):
+            self._keep(transfer, view, place)
+
+    def view(self, transfer: Transfer) -> Tensor:
+        rows, width = transfer.length, transfer.width
+        shape: tuple[int, ...] = (rows,)
+        if width is not None:
+            shape = (rows, width) if transfer.axis == 0 else (width, rows)
+        if transfer.experts is not None:
+            shape = (transfer.experts.count, *shape)
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.received_bytes += tensor.nbytes
+        self._keep(transfer, tensor, 0)
+        return tensor
+
+    def fill(self, weights: GenerationWeights, targets: Sequence[Target]) -> None:
+        """Hands the pieces over, in order; rows that training has not, padding of the vocabulary, are zeros."""
+        for target in targets:
+            for layer in target.layers:
+                name = with_numbers(target.name, layer)
+                if target.experts is None:
+                    weights.parameters[name] = self._ordered(name, None, target)
+                else:
+                    weights.experts[name] = {expert: self._ordered(name, expert, target) for expert in target.experts}
+
+    def _keep(self, transfer: Transfer, tensor: Tensor, place: int) -> None:
+        name, offset, run = transfer.target_name, transfer.target_offset, transfer.experts
+        if run is None:
+            self._pieces.setdefault((name, None), []).append(_Piece(offset, tensor))
+            return
+        for number, matrix in enumerate(tensor.unbind(0)):
+            self._pieces.setdefault((name, run.first + place + number), []).append(_Piece(offset, matrix))
+
+    def _ordered(self, name: str, expert: int | None, target: Target) -> tuple[Tensor, ...]:
+        pieces = sorted(self._pieces.get((name, expert), ()), key=lambda piece: piece.offset)
+        end = 0
+        for piece in pieces:
+            assert piece.offset == end, f"rows {end} to {piece.offset} of {name} came from nowhere"
+            end += piece.tensor.shape[target.axis]
+        tensors = [piece.tensor for piece in pieces]
+        if end < target.length:
+            assert target.weight_class == "vocabulary", f"rows from {end} on of {name} came from nowhere"
+            tensors.append(torch.zeros(target.length - end, target.width or 1, dtype=self._dtype, device=self._device))
+        return tuple(tensors)
+
+
+class HybridTransfer:
+    """Brings the training weights into `weights`, for the generation grid `grid`, whenever it is run.
+
+    `model` is the bare stage. `bucket_bytes` bounds what is under way at once. Every rank of the world calls the same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        mesh: Mesh,
+        grid: GenerationGrid,
+        weights: GenerationWeights,
+        bucket_bytes: int,
+    ) -> None:
+        weight_map = spec.family.weight_map(spec.shape, "lm")
+        kinds = Kinds.of(weight_map)
+        self._mesh = mesh
+        self._sources = TrainingShards(model, weight_map)
+        self._targets = NativeTargets(kinds, grid)
+        self._weights = weights
+        self._dtype = next(model.parameters()).dtype
+        self._planner = Planner(
+            kinds,
+            grid.training,
+            self._targets,
+            num_layers=spec.shape.num_layers,
+            element_bytes=self._dtype.itemsize,
+            bucket_bytes=bucket_bytes,
+            generation_tp=grid.tp,
+            grouped_experts=self._sources.has_grouped_experts,
+        )
+
+    @property
+    def planner(self) -> Planner:
+        """The plan, for accounts of it."""
+        return self._planner
+
+    def run(self) -> SyncReport:
+        """Fills the weights anew. Raises SwitchError."""
+        start = time.perf_counter()
+        asleep = self._weights.nbytes
+        self._weights.clear()
+        moved, received = self._moved()
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        return SyncReport(
+            bytes_aliased=moved.aliased,
+            bytes_copied=moved.copied,
+            bytes_sent=moved.sent,
+            seconds=time.perf_counter() - start,
+            bytes_received=moved.received,
+            peak_bytes=moved.peak_bytes,
+            held=HeldBytes(asleep=asleep, with_weights=received, awake=received),
+        )
+
+    def _moved(self) -> tuple[Moved, int]:
+        destination = PieceDestination(self._dtype, self._mesh.device)
+        switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
+        moved = switch.run()
+        destination.fill(self._weights, self._targets.of(self._mesh.rank))
+        return moved, destination.received_bytes
+
+    def release(self) -> None:
+        """Lets go of everything that was received."""
+        self._weights.clear()

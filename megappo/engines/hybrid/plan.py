@@ -1,0 +1,259 @@
+"""The plan: what each rank of the generation layout takes from whom. A pure function of two layouts and a weight map.
+
+A rank's part costs work in proportion to its own shards, so that plans for thousands of ranks can be made and checked
+on one machine. Imports neither torch nor megatron; `execute.py` carries a plan out.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megappo.config.grid import TrainingGrid
+from megappo.engines.hybrid.buckets import Buckets
+from megappo.engines.hybrid.kinds import Kind, Kinds, Places, Run, with_numbers
+from megappo.engines.hybrid.targets import EngineTargets, Target
+from megappo.models.weight_map import WeightClass
+
+
+class Way(Enum):
+    """How rows come to a generation parameter."""
+
+    ALIAS = "alias"
+    """They are the training shard's own memory; nothing moves."""
+    LOCAL = "local"
+    """This rank holds them in another order: copied on the device."""
+    GATHER = "gather"
+    """Another rank sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRun:
+    """`count` experts that follow each other on both sides: numbers in the layer from `first` on, and their places in the
+    first dimensions of source and target."""
+
+    first: int
+    count: int
+    source_place: int
+    target_place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Rows of one training parameter that become rows of one generation parameter.
+
+    `source` and `target` are parameter names with `{layer}` for `layer`; offsets and `length` count rows along `axis`
+    (of each of the experts), `width` is the other dimension (None: a vector). `buckets` are the buckets that it travels in: parts of equal size along its first
+    dimension.
+    """
+
+    way: Way
+    source_rank: int
+    target_rank: int
+    source: str
+    target: str
+    layer: int | None
+    axis: int
+    source_offset: int
+    target_offset: int
+    length: int
+    width: int | None
+    experts: ExpertRun | None
+    num_elements: int
+    weight_class: WeightClass
+    buckets: range
+
+    @property
+    def source_name(self) -> str:
+        """Global Megatron name, the first of the rule's."""
+        return with_numbers(self.source, self.layer)
+
+    @property
+    def target_name(self) -> str:
+        """The engine's name of the parameter."""
+        return with_numbers(self.target, self.layer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows of a target that lie together in one shard of one kind, the same in every layer."""
+
+    run: Run
+    target_offset: int
+
+
+class Planner:
+    """Plans for the ranks of one training grid and the generation engine that `targets` describes.
+
+    `element_bytes` is the size of an element, `bucket_bytes` what a rank receives at once at most (a bucket holds at
+    least one row, or one expert). `grouped_experts`: training holds the experts of a layer in one parameter.
+    """
+
+    def __init__(
+        self,
+        kinds: Kinds,
+        training: TrainingGrid,
+        targets: EngineTargets,
+        *,
+        num_layers: int,
+        element_bytes: int,
+        bucket_bytes: int,
+        generation_tp: int,
+        grouped_experts: bool = True,
+    ) -> None:
+        assert num_layers % training.pp == 0, f"{num_layers} layers do not divide over {training.pp} stages"
+        self.kinds = kinds
+        self.training = training
+        self.targets = targets
+        self.element_bytes = element_bytes
+        self.grouped_experts = grouped_experts
+        self._layers_per_stage = num_layers // training.pp
+        self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
+        self._places = {kind.name: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
+        self._spans: dict[Target, tuple[_Span, ...]] = {}
+
+    def shards_of(self, kind: Kind) -> int:
+        """Ranks that a training parameter's (one expert's) rows are cut over."""
+        return self.training.etp if kind.rule.experts is not None else self.training.tp
+
+    def shard_length(self, kind: Kind) -> int:
+        """Rows that one training shard holds."""
+        return self._places[kind.name].shard_length
+
+    def stages_of(self, kind: Kind, layer: int | None) -> tuple[int, ...]:
+        """The pipeline stages that hold a parameter: one, or two for a tied embedding."""
+        if layer is not None:
+            return (layer // self._layers_per_stage,)
+        first, last = 0, self.training.pp - 1
+        if kind.name in self.kinds.tied and first != last:
+            return first, last
+        return (first,) if kind.name.startswith("embedding.") else (last,)
+
+    def receives(self, rank: int, source_rank: int | None = None) -> Iterator[Transfer]:
+        """Everything that the parameters of `rank` are made of, in an order that depends on the engine alone; with
+        `source_rank` only what that rank holds for it."""
+        for target in self.targets.of(rank):
+            spans = self.spans(target)
+            for layer in target.layers:
+                for span in spans:
+                    yield from self._of_span(rank, target, layer, span, len(spans), source_rank)
+
+    def sends(self, rank: int) -> Iterator[Transfer]:
+        """What `rank` sends to others, receiver by receiver; each receiver's in the order in which it receives them."""
+        for peer in self.peers(rank):
+            yield from self.receives(peer, rank)
+
+    def peers(self, rank: int) -> Sequence[int]:
+        """The ranks that may take something from `rank`: those of its own data-parallel index, of every stage."""
+        grid, peers = self.training, set()
+        for stage in range(grid.pp):
+            peers |= {grid.dense_rank(stage, grid.dp_rank(rank), tp_rank) for tp_rank in range(grid.tp)}
+            if any(kind.rule.experts is not None for kind in self.kinds.kinds):
+                peers |= {
+                    grid.expert_rank(stage, grid.expert_dp_rank(rank), ep_rank, etp_rank)
+                    for ep_rank in range(grid.ep)
+                    for etp_rank in range(grid.etp)
+                }
+        return sorted(peers - {rank})
+
+    def spans(self, target: Target) -> tuple[_Span, ...]:
+        """The rows of a target, cut where a training shard ends; what continues on both sides is one span."""
+        if target not in self._spans:
+            self._spans[target] = tuple(_merged(self._cut(target)))
+        return self._spans[target]
+
+    def _cut(self, target: Target) -> Iterator[_Span]:
+        offset = 0
+        for segment in target.segments:
+            assert segment.source is not None, "every row of a generation parameter has a tensor that it comes from"
+            kind = self.kinds.of_source[segment.source]
+            for row, run in self._places[kind.name].runs(segment.source, segment.start, segment.length):
+                yield _Span(run, offset + row - segment.start)
+            offset += segment.length
+
+    def _of_span(
+        self, rank: int, target: Target, layer: int | None, span: _Span, num_spans: int, source_rank: int | None
+    ) -> Iterator[Transfer]:
+        grid, kind = self.training, span.run.kind
+        stages, own_stage = self.stages_of(kind, layer), grid.stage(rank)
+        stage = own_stage if own_stage in stages else stages[0]
+        if source_rank is not None and grid.stage(source_rank) != stage:
+            return
+        runs = self._expert_runs(target, kind)
+        for ep_rank, experts in runs:
+            if experts is None:
+                shard = grid.tp_rank(rank) if span.run.shard is None else span.run.shard
+                source = grid.dense_rank(stage, grid.dp_rank(rank), shard)
+            else:
+                source = grid.expert_rank(stage, grid.expert_dp_rank(rank), ep_rank, span.run.shard or 0)
+            if source_rank is not None and source != source_rank:
+                continue
+            way = Way.GATHER
+            if source == rank:
+                is_alone = num_spans == len(runs) == 1
+                way = Way.ALIAS if target.takes_pieces or self._is_whole(target, span, is_alone) else Way.LOCAL
+            yield Transfer(
+                way=way,
+                source_rank=source,
+                target_rank=rank,
+                source=kind.name,
+                target=target.name,
+                layer=layer,
+                axis=target.axis,
+                source_offset=span.run.offset,
+                target_offset=span.target_offset,
+                length=span.run.length,
+                width=kind.width,
+                experts=experts,
+                num_elements=span.run.length * (kind.width or 1) * (1 if experts is None else experts.count),
+                weight_class=target.weight_class,
+                buckets=self.buckets.of_parameter(kind.name, layer),
+            )
+
+    def _is_whole(self, target: Target, span: _Span, is_alone: bool) -> bool:
+        """Whether one tensor can be the training shard's memory: the same rows in order, and without gaps in memory."""
+        is_complete = is_alone and span.run.length == target.length
+        is_full_width = span.run.length == self.shard_length(span.run.kind)
+        if target.experts is None:
+            return is_complete and (target.axis == 0 or is_full_width)
+        return is_complete and is_full_width and self.grouped_experts
+
+    def _expert_runs(self, target: Target, kind: Kind) -> list[tuple[int, ExpertRun | None]]:
+        """(expert-parallel rank that trains them, run) for the experts of a target; one run without experts else."""
+        if target.experts is None:
+            return [(0, None)]
+        assert kind.rule.experts is not None, f"{target.name} holds experts, {kind.name} does not"
+        local = kind.rule.experts // self.training.ep
+        runs: list[tuple[int, ExpertRun | None]] = []
+        for place, expert in enumerate(target.experts):
+            ep_rank, source_place = divmod(expert, local)
+            if runs:
+                last_rank, last = runs[-1]
+                if last is not None and last_rank == ep_rank and last.first + last.count == expert:
+                    longer = ExpertRun(last.first, last.count + 1, last.source_place, last.target_place)
+                    runs[-1] = (ep_rank, longer)
+                    continue
+            runs.append((ep_rank, ExpertRun(expert, 1, source_place, place)))
+        return runs
+
+
+def _merged(spans: Iterator[_Span]) -> Iterator[_Span]:
+    current: _Span | None = None
+    for span in spans:
+        if current is not None and _continues(current, span):
+            run = current.run
+            current = _Span(Run(run.kind, run.shard, run.offset, run.length + span.run.length), current.target_offset)
+            continue
+        if current is not None:
+            yield current
+        current = span
+    if current is not None:
+        yield current
+
+
+def _continues(first: _Span, second: _Span) -> bool:
+    return (
+        first.run.kind is second.run.kind
+        and first.run.shard == second.run.shard
+        and first.run.offset + first.run.length == second.run.offset
+        and first.target_offset + first.run.length == second.target_offset
+    )
