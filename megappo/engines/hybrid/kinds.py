@@ -164,7 +164,7 @@ def cut(block: Block, start: int, stop: int) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Rows `start` … `stop - 1` of a tensor lie from row `place` of a block on; of that block a shard holds `share` rows,
+    """Rows `start` … `stop - 1` of a tensor lie from row `place` of a block on; a shard holds `share` of its rows,
     after `before` rows of earlier blocks."""
 
     start: int

@@ -28,8 +28,8 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRun:
-    """`count` experts that follow each other on both sides: numbers in the layer from `first` on, and their places in the
-    first dimensions of source and target."""
+    """`count` experts that follow each other on both sides: numbers in the layer from `first` on, and places
+    in the first dimensions of source and target."""
 
     first: int
     count: int
@@ -41,9 +41,9 @@ class ExpertRun:
 class Transfer:
     """Rows of one training parameter that become rows of one generation parameter.
 
-    `source` and `target` are parameter names with `{layer}` for `layer`; offsets and `length` count rows along `axis`
-    (of each of the experts), `width` is the other dimension (None: a vector). `buckets` are the buckets that it travels in: parts of equal size along its first
-    dimension.
+    `source` and `target` are parameter names with `{layer}` for `layer`. Offsets and `length` count rows along `axis`
+    (of each of the experts), `width` is the other dimension (None: a vector). It travels in `buckets`, in parts of
+    equal size along its first dimension.
     """
 
     way: Way

@@ -14,7 +14,7 @@ class TrainingShards:
     """Views into the parameters of this rank's stage; the weights themselves are read when a switch runs."""
 
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
-        """`model`: the bare stage, as `build_model` returned it. A tied model's second copy stands for its embedding."""
+        """`model`: the bare stage, as `build_model` made it. A tied model's second copy passes for its embedding."""
         owners = {source: rule.names[0] for rule in weight_map.rules if not rule.is_copy for source in rule.sources}
         shards: dict[str, list[Tensor]] = {}
         for parameter in stage_parameters(model, weight_map):
