@@ -1,11 +1,8 @@
-"""What the native engine can't decode, and requests it can't answer: said before anything runs, in the user's terms."""
-
-from collections.abc import Sequence
+"""What the native engine can't decode: said before anything runs, in the user's terms."""
 
 from megatron.core.transformer import TransformerConfig
 
-from megappo.engines.rollout import GenerationRequest, SamplingParams
-from megappo.errors import ConfigError, DataError
+from megappo.errors import ConfigError
 
 
 def check_model(config: TransformerConfig) -> None:
@@ -20,38 +17,3 @@ def check_model(config: TransformerConfig) -> None:
     for name, is_used in unsupported.items():
         if is_used:
             raise ConfigError(f"rollout.engine: native does not decode with {name}; use a layout or model without it")
-
-
-def check_requests(
-    requests: Sequence[GenerationRequest], sampling: SamplingParams, vocab_size: int, max_positions: int
-) -> None:
-    """ConfigError for sampling that can't be, DataError for a prompt that the model has no room or no token for."""
-    _check_sampling(sampling)
-    for number, request in enumerate(requests):
-        prompt_length = len(request.prompt_ids)
-        if prompt_length == 0:
-            raise DataError(f"prompt {number} has no tokens; the model needs at least one to start from")
-        if prompt_length + sampling.max_tokens > max_positions:
-            raise DataError(
-                f"prompt {number} has {prompt_length} tokens, with max_tokens {sampling.max_tokens} over the model's "
-                f"{max_positions} positions; at most {max(0, max_positions - sampling.max_tokens)} prompt tokens fit"
-            )
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= vocab_size:
-            raise DataError(
-                f"prompt {number} has token {low if low < 0 else high}, the model's vocabulary ends at "
-                f"{vocab_size - 1}; use the tokenizer that belongs to the model"
-            )
-
-
-def _check_sampling(sampling: SamplingParams) -> None:
-    limits = (
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", sampling.temperature, sampling.temperature >= 0, "0 (greedy) or more, for example 1.0"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "over 0 and at most 1 (off)"),
-        ("stop", sampling.stop, all(sampling.stop), "strings of at least one character"),
-    )
-    for name, value, is_valid, valid in limits:
-        if not is_valid:
-            raise ConfigError(f"sampling {name}: {value!r} can't be; it has to be {valid}")

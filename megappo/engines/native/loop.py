@@ -10,13 +10,13 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.engines.native.attention import CurrentStep
 from megappo.engines.native.cache import CacheShape, KVCache
-from megappo.engines.native.check import check_requests
 from megappo.engines.native.ranks import DecodingRanks
 from megappo.engines.native.schedule import GeneratedSequence, Schedule, Step
 from megappo.engines.native.stages import draw_on_all_ranks, local_logits
 from megappo.engines.native.stopping import StopRule
 from megappo.engines.native.swaps import decoding
 from megappo.engines.native.tokens import step_tokens
+from megappo.engines.requests import check_requests
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
 from megappo.models.families.base import ModelShape
 
