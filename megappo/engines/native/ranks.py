@@ -13,7 +13,7 @@ class DecodingRanks:
     """One copy of the model: `copy_group` holds all its ranks, `tp_group` those of this rank's stage, `pp_group` the
     stages of this rank's shard.
 
-    `tp_order[place]` is the index in `tp_group` of the rank with the `place`-th shard of the vocabulary. The first rank
+    `tp_order[place]` is the index in `tp_group` of the rank that holds the `place`-th shard. The first rank
     of the last stage's `tp_group` draws tokens; its global rank is `drawing_rank`. Steps are padded to a multiple of
     `sequence_alignment` tokens.
     """
@@ -50,3 +50,8 @@ class DecodingRanks:
     @property
     def is_last_stage(self) -> bool:
         return self.stage == self.pp_group.size() - 1
+
+    @property
+    def place(self) -> int:
+        """Which shard of its stage this rank holds."""
+        return self.tp_order.index(self.tp_group.rank())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megappo.engines.native.attention import CachedAttention, CurrentStep
 from megappo.engines.native.cache import KVCache
+from megappo.engines.native.pieces import OutputPieces
 
 
 class PositionRows(nn.Module):
@@ -47,6 +48,8 @@ class LogitRows(nn.Module):
         return self._output_layer.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        if isinstance(self._output_layer, OutputPieces):
+            return self._output_layer(hidden[self._step.tokens.logit_rows])  # type: ignore[no-any-return]
         if self._output_layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._output_layer.tp_group)
         rows = hidden[self._step.tokens.logit_rows]

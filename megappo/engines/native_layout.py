@@ -1,0 +1,109 @@
+"""The native rollout engine in a generation layout of its own: another tensor-parallel size, one stage, experts spread.
+
+At each switch the shards that a rank lacks are received from the ranks that train them; it decodes on those and on its
+own training shard, piece by piece. The decoding loop is `native/loop.py`, the transfer `hybrid/native.py`.
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from megappo.config.grid import GenerationGrid
+from megappo.engines.hybrid.native import HybridTransfer
+from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.native.check import check_model
+from megappo.engines.native.loop import DecodingLoop
+from megappo.engines.native.piece_model import build_piece_model
+from megappo.engines.native.ranks import DecodingRanks
+from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
+from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.mesh import Mesh
+
+
+class NativeLayoutEngine:
+    """`RolloutEngine` on replicas of `tp` ranks, strided over the training layout as `GenerationGrid` says.
+
+    `model` is this rank's training stage, in Megatron's wrappers or not. `decode`, `eos_ids`, `max_num_seqs` and
+    `max_num_batched_tokens` are as in `DecodingLoop`; `bucket_bytes` bounds what a switch has under way at once.
+    Raises ConfigError where `tp` fits neither the training layout nor the model, or the model is not decoded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        mesh: Mesh,
+        *,
+        tp: int,
+        decode: Callable[[Sequence[int]], str],
+        eos_ids: Sequence[int],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        bucket_bytes: int,
+    ) -> None:
+        self._wrapped = model
+        stage = unwrapped(model)
+        self._grid = GenerationGrid(mesh.training_grid, tp)
+        self._weights = GenerationWeights()
+        self._transfer = HybridTransfer(stage, spec, mesh, self._grid, self._weights, bucket_bytes)
+        self._has_turn = False
+        ranks = decoding_ranks(self._grid, mesh)
+        generation_model = build_piece_model(spec.shape, mesh, ranks, self._weights, stage.config.params_dtype)
+        check_model(generation_model.config)
+        self._loop = DecodingLoop(
+            generation_model, spec.shape, ranks, decode, tuple(eos_ids), max_num_seqs, max_num_batched_tokens
+        )
+
+    @property
+    def replicas(self) -> Replicas:
+        return Replicas(self._grid.groups)
+
+    def sync_weights(self) -> SyncReport:
+        """Makes the training shards of this moment the generation shards; every rank of the world calls it.
+
+        With an overlapped parameter gather the optimizer leaves them stale until the next forward: it is forced.
+        Raises SwitchError where a rank is lost.
+        """
+        finish_parameter_gather(self._wrapped)
+        report = self._transfer.run()
+        self._has_turn = True
+        return report
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Completion]:
+        """As `DecodingLoop.generate`; between `sync_weights` and `release` only."""
+        assert self._has_turn, "generate was called while training has its turn; call sync_weights first"
+        return self._loop.generate(requests, sampling, progress)
+
+    def release(self) -> None:
+        """Lets go of all received weights."""
+        self._has_turn = False
+        self._transfer.release()
+
+    def close(self) -> None:
+        """The same: process groups stay until the mesh is stopped."""
+        self.release()
+
+
+def decoding_ranks(grid: GenerationGrid, mesh: Mesh) -> DecodingRanks:
+    """This rank's replica as one stage of `grid.tp` ranks.
+
+    torch 2.11 sorts the ranks of a group, so that their order in the replica is kept beside it.
+    """
+    members = grid.members(grid.replica(mesh.rank))
+    group = dist.new_group(list(members), use_local_synchronization=True)
+    ordered = sorted(members)
+    return DecodingRanks(
+        device=mesh.device,
+        copy_group=group,
+        tp_group=group,
+        pp_group=dist.new_group([mesh.rank], use_local_synchronization=True),
+        tp_order=tuple(ordered.index(rank) for rank in members),
+        drawing_rank=ordered[0],
+        sequence_alignment=1,
+    )

@@ -1,0 +1,111 @@
+"""The native engine in generation layouts of its own, on four ranks, against Hugging Face and the training layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import FAMILY_NAMES, tiny_model
+
+MODELS = (*FAMILY_NAMES, "odd")
+NUM_PROMPTS = 7
+NEW_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder a model, with its prompts. `odd`: one KV head, tied, biased, and a vocabulary that needs padding."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "llama", "llama", tied=True)
+    tiny_model(folder / "qwen2", "qwen2", seed=1)
+    tiny_model(folder / "qwen3", "qwen3", seed=2, head_dim=16)
+    tiny_model(folder / "odd", "qwen2", seed=3, tied=True, vocab_size=131, num_kv_heads=1)
+    generator = torch.Generator().manual_seed(0)
+    for name in MODELS:
+        lengths = torch.randint(1, 30, (NUM_PROMPTS,), generator=generator).tolist()
+        prompts = [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
+        (folder / name / "prompts.json").write_text(json.dumps(prompts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(models: Path) -> dict[str, list[tuple[list[int], list[float]]]]:
+    """Hugging Face's greedy tokens with their log-probs, by model and prompt."""
+    from transformers import AutoModelForCausalLM
+
+    answers: dict[str, Any] = {}
+    for name in MODELS:
+        model = AutoModelForCausalLM.from_pretrained(models / name).eval()
+        model.generation_config.eos_token_id = None
+        answers[name] = []
+        for prompt in json.loads((models / name / "prompts.json").read_text()):
+            ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+            with torch.no_grad():
+                rows = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            response = ids[0, len(prompt) :]
+            answers[name].append((response.tolist(), rows.gather(1, response[:, None])[:, 0].tolist()))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def results(models: Path) -> dict[str, Any]:
+    return run_ranks("tests.distributed.programs.native_layout", models, nproc=4, timeout=900)
+
+
+def equal(got: list[Any], wanted: list[Any]) -> None:
+    """The same tokens, and log-probs to float32's precision."""
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
+    for (_, ours), (_, theirs) in zip(got, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def switches(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: result for name, result in results.items() if name != "cut"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pieces_cut_anywhere_give_hugging_faces_tokens(model: str, expected: dict[str, Any], results: dict[str, Any]):
+    for size, by_model in results["cut"].items():
+        assert by_model[model]["most_pieces"] == 4, size
+        for got in by_model[model]["greedy"]:
+            equal(got, expected[model])
+        for got in by_model[model]["sampled"]:
+            equal(got, results["cut"]["1"][model]["sampled"][0])
+
+
+def test_every_layout_gives_hugging_faces_tokens(expected: dict[str, Any], results: dict[str, Any]):
+    for name, result in switches(results).items():
+        for got in result["greedy"]:
+            equal(got, expected[name.split(": ")[1]])
+
+
+def test_a_later_switch_brings_the_later_weights(results: dict[str, Any]):
+    for result in switches(results).values():
+        for got in result["changed"]:
+            equal(got, result["direct"][0])
+
+
+def test_it_generates_in_its_turn_only(results: dict[str, Any]):
+    for result in switches(results).values():
+        assert result["too_early"] == result["too_late"]
+        assert result["too_early"].startswith("generate was called while training has its turn")
+
+
+def test_replicas_are_strided_over_the_training_layout(results: dict[str, Any]):
+    assert results["tp2 dp2 to 1: odd"]["replicas"] == [[0], [1], [2], [3]]
+    assert results["tp4 sp to 2: odd"]["replicas"] == [[0, 2], [1, 3]]
+    # Places follow the training shards: ranks 0 and 2 hold the first half of the rows, 1 and 3 the second.
+    assert results["tp2 dp2 to 4: odd"]["replicas"] == [[0, 2, 1, 3]]
+    assert results["tp2 pp2 to 4: odd"]["replicas"] == [[0, 2, 1, 3]]
+
+
+def test_no_byte_is_held_twice(results: dict[str, Any]):
+    for name, result in switches(results).items():
+        # Everything is the training shard's own memory, or received into memory of the generation shard.
+        assert result["held"] == result["received"], name
+        assert result["aliased"] <= result["shard"], name
+    same = results["tp4 sp to 4: odd"]
+    assert (same["received"], same["aliased"]) == (0, same["shard"])
