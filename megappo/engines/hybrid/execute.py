@@ -4,8 +4,9 @@ Works on gloo and NCCL. Everything that can be known before the first switch is 
 training shards and of the destination's memory.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.models.weight_map import WeightClass
 
 DIRECT_BYTES = 1 << 20
 """Parts of at least this size are messages of their own, which need no copy where their memory is in one piece."""
@@ -39,7 +41,11 @@ class Destination(Protocol):
     """The generation parameters of this rank."""
 
     def alias(self, transfer: Transfer, views: Views) -> None:
-        """Makes rows of a parameter the training shard's own memory."""
+        """Makes rows of a parameter the training shard's own memory; asked for in every run."""
+        ...
+
+    def is_alias(self, transfer: Transfer, views: Views) -> bool:
+        """Whether they (still) are."""
         ...
 
     def view(self, transfer: Transfer) -> Tensor:
@@ -54,16 +60,24 @@ class Moved:
     aliased: int = 0
     copied: int = 0
     sent: int = 0
-    received: int = 0
+    received_by_class: Counter[WeightClass] = field(default_factory=Counter)
     peak_bytes: int = 0
+
+    @property
+    def received(self) -> int:
+        return self.received_by_class.total()
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Parts that travel together between this rank and `peer`; a single part may be sent from where it lies."""
+    """Parts that travel together between this rank and `peer`; a single part may be sent from where it lies.
+
+    `transfers` says of each part what it belongs to.
+    """
 
     peer: int
     parts: tuple[Tensor, ...]
+    transfers: tuple[Transfer, ...]
 
     @property
     def num_elements(self) -> int:
@@ -114,7 +128,7 @@ class Switch:
     ) -> None:
         self._group = group
         self._aliases: list[tuple[Transfer, Views]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Transfer, Tensor, Tensor]] = []
         self._destination = destination
         self._element_bytes = planner.element_bytes
         receives: list[tuple[Transfer, Views]] = []
@@ -126,7 +140,8 @@ class Switch:
             if transfer.way is Way.ALIAS:
                 self._aliases.append((transfer, views))
             else:
-                self._copies += _paired(destination.view(transfer), views)
+                pairs = _paired(destination.view(transfer), views)
+                self._copies += [(transfer, target, source) for target, source in pairs]
         sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
         self._buckets = _bucketed(planner.buckets.count, receives, sends)
         staging = [bucket.staging_bytes for bucket in self._buckets] + [0]
@@ -141,7 +156,7 @@ class Switch:
             self._destination.alias(transfer, views)
             moved.aliased += transfer.num_elements * self._element_bytes
         if self._copies:
-            targets, sources = zip(*self._copies, strict=True)
+            _, targets, sources = zip(*self._copies, strict=True)
             torch._foreach_copy_(targets, sources)  # a few fused launches, where a loop would take one a tensor
             moved.copied = sum(target.nbytes for target in targets)
         self._run_buckets(moved)
@@ -149,6 +164,37 @@ class Switch:
             f"the switch took {moved.peak_bytes} bytes of staging, its plan has {self.extra_bytes}"
         )
         return moved
+
+    @torch.no_grad()
+    def differences(self) -> dict[str, float]:
+        """Engine's parameter name → largest |generation − training|, of those that differ; every rank calls it.
+
+        What other ranks hold is sent once more, into scratch memory, and compared. A parameter that should be the
+        training shard's memory and is not any more counts as infinitely wrong.
+        """
+        found: dict[str, float] = {}
+
+        def compare(transfer: Transfer, ours: Tensor, theirs: Tensor) -> None:
+            # A NaN on one side has to count, and the largest of a NaN and a number is a NaN.
+            worst = float((ours.float() - theirs.float()).abs().max().nan_to_num(nan=torch.inf))
+            if worst:
+                found[transfer.target_name] = max(worst, found.get(transfer.target_name, 0.0))
+
+        for transfer, views in self._aliases:
+            if not self._destination.is_alias(transfer, views):
+                found[transfer.target_name] = torch.inf
+        for transfer, target, source in self._copies:
+            compare(transfer, target, source)
+        for bucket in self._buckets:
+            scratch = [
+                replace(message, parts=tuple(torch.empty_like(part) for part in message.parts))
+                for message in bucket.receives
+            ]
+            self._finish(self._post(_Bucket(scratch, bucket.sends)), Moved())
+            for message, copy in zip(bucket.receives, scratch, strict=True):
+                for transfer, ours, theirs in zip(message.transfers, message.parts, copy.parts, strict=True):
+                    compare(transfer, ours, theirs)
+        return found
 
     def _run_buckets(self, moved: Moved) -> None:
         held, current = 0, None
@@ -186,7 +232,8 @@ class Switch:
         for request in bucket.requests:
             request.wait()
         for message, tensor in bucket.received:
-            moved.received += tensor.nbytes
+            for part, transfer in zip(message.parts, message.transfers, strict=True):
+                moved.received_by_class[transfer.weight_class] += part.nbytes
             if not message.is_direct:
                 _unpack(message, tensor)
         moved.sent += sum(tensor.nbytes for tensor in bucket.sent)
@@ -199,29 +246,32 @@ def _bucketed(
     """Every bucket's messages; empty buckets are left in, so that all ranks count alike."""
     buckets = [_Bucket() for _ in range(count)]
     for is_send, transfers in ((False, receives), (True, sends)):
-        parts: dict[tuple[int, int], list[Views]] = {}
+        parts: dict[tuple[int, int], list[tuple[Transfer, Views]]] = {}
         for transfer, views in transfers:
             peer = transfer.target_rank if is_send else transfer.source_rank
             for index, bucket in enumerate(transfer.buckets):
                 part = _part(views, index, len(transfer.buckets))
                 if part:
-                    parts.setdefault((bucket, peer), []).append(part)
+                    parts.setdefault((bucket, peer), []).append((transfer, part))
         for (bucket, peer), several in parts.items():
             messages = buckets[bucket].sends if is_send else buckets[bucket].receives
             messages += _messages(peer, several)
     return buckets
 
 
-def _messages(peer: int, several: Iterable[Views]) -> list[_Message]:
+def _messages(peer: int, several: Iterable[tuple[Transfer, Views]]) -> list[_Message]:
     """Large parts by themselves, the others together. Both ranks cut alike: sizes decide, not where memory lies."""
     messages: list[_Message] = []
-    small: list[Tensor] = []
-    for views in several:
+    small: list[tuple[Tensor, Transfer]] = []
+    for transfer, views in several:
         if sum(view.nbytes for view in views) >= DIRECT_BYTES:
-            messages.append(_Message(peer, views))
+            messages.append(_Message(peer, views, (transfer,) * len(views)))
         else:
-            small += views
-    return [*messages, _Message(peer, tuple(small))] if small else messages
+            small += [(view, transfer) for view in views]
+    if small:
+        tensors, transfers = zip(*small, strict=True)
+        messages.append(_Message(peer, tensors, transfers))
+    return messages
 
 
 def _part(views: Views, index: int, count: int) -> Views:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megappo.config.grid import GenerationGrid
+from megappo.engines.hybrid.account import Account
 from megappo.engines.hybrid.execute import Moved, Switch, Views
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
+from megappo.engines.hybrid.measure import measured_account
 from megappo.engines.hybrid.plan import Planner, Transfer
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target
@@ -40,6 +42,10 @@ class PieceDestination:
     def alias(self, transfer: Transfer, views: Views) -> None:
         for place, view in enumerate(views):
             self._keep(transfer, view, place)
+
+    def is_alias(self, transfer: Transfer, views: Views) -> bool:
+        ours = {piece.tensor.data_ptr() for pieces in self._pieces.values() for piece in pieces}
+        return all(view.data_ptr() in ours for view in views)
 
     def view(self, transfer: Transfer) -> Tensor:
         rows, width = transfer.length, transfer.width
@@ -102,10 +108,13 @@ class HybridTransfer:
         weight_map = spec.family.weight_map(spec.shape, "lm")
         kinds = Kinds.of(weight_map)
         self._mesh = mesh
-        self._sources = TrainingShards(model, weight_map)
+        self._sources = TrainingShards(model, weight_map, mesh)
         self._targets = NativeTargets(kinds, grid)
         self._weights = weights
         self._dtype = next(model.parameters()).dtype
+        self._weight_map = weight_map
+        self.moved = Moved()
+        """Of the last run."""
         self._planner = Planner(
             kinds,
             grid.training,
@@ -122,12 +131,17 @@ class HybridTransfer:
         """The plan, for accounts of it."""
         return self._planner
 
+    def measured(self) -> Account:
+        """Bytes of the last run by weight class, as they came over the wire and lie in memory."""
+        return measured_account(self._sources, self._weights, self._weight_map, self.moved)
+
     def run(self) -> SyncReport:
         """Fills the weights anew. Raises SwitchError."""
         start = time.perf_counter()
         asleep = self._weights.nbytes
         self._weights.clear()
-        moved, received = self._moved()
+        self.moved, received = self._moved()
+        moved = self.moved
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize()
         return SyncReport(

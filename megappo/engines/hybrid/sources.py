@@ -8,16 +8,17 @@ from megappo.engines.hybrid.execute import Views
 from megappo.engines.hybrid.plan import Transfer
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import WeightMap
+from megappo.parallel.mesh import Mesh
 
 
 class TrainingShards:
     """Views into the parameters of this rank's stage; the weights themselves are read when a switch runs."""
 
-    def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
+    def __init__(self, model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> None:
         """`model`: the bare stage, as `build_model` made it. A tied model's second copy passes for its embedding."""
         owners = {source: rule.names[0] for rule in weight_map.rules if not rule.is_copy for source in rule.sources}
         shards: dict[str, list[Tensor]] = {}
-        for parameter in stage_parameters(model, weight_map):
+        for parameter in stage_parameters(model, weight_map, mesh):
             name = owners[parameter.rule.sources[0]] if parameter.rule.is_copy else parameter.rule.names[0]
             shards.setdefault(name, []).append(parameter.tensor.detach())
         self._experts = {rule.names[0] for rule in weight_map.rules if rule.experts is not None}

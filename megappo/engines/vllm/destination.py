@@ -1,0 +1,65 @@
+"""vLLM's model as the destination of a plan: its parameters are bound to training memory, or written in place.
+
+Nothing of vLLM is imported: the model is a torch module whose parameters have vLLM's names.
+"""
+
+from torch import Tensor, nn
+
+from megappo.engines.hybrid.execute import Views
+from megappo.engines.hybrid.plan import Transfer
+
+# vLLM 0.32 keeps the experts one module deeper than 0.20 did.
+_DEEPER = (".mlp.experts.", ".mlp.experts.routed_experts.")
+
+
+class VLLMDestination:
+    """Finds parameters by name anew each time: vLLM replaces Parameter objects after loading (0.20.2), not their memory.
+
+    Memory that is written to must stay where it is between switches; vLLM's sleep mode keeps addresses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._found: dict[str, tuple[nn.Module, str]] = {}
+
+    def alias(self, transfer: Transfer, views: Views) -> None:
+        """Binds the whole parameter to the training shard's memory; nothing where it is bound."""
+        if self.is_alias(transfer, views):
+            return
+        parameter, view = self.parameter(transfer.target_name), views[0]
+        assert parameter.shape == view.shape and parameter.dtype == view.dtype and view.is_contiguous(), (
+            f"vLLM's {transfer.target_name} is {tuple(parameter.shape)} {parameter.dtype}, training's shard "
+            f"{tuple(view.shape)} {view.dtype}, contiguous: {view.is_contiguous()}"
+        )
+        parameter.data = view
+
+    def is_alias(self, transfer: Transfer, views: Views) -> bool:
+        return self.parameter(transfer.target_name).data_ptr() == views[0].data_ptr()
+
+    def view(self, transfer: Transfer) -> Tensor:
+        tensor = self.parameter(transfer.target_name).data
+        axis, run = transfer.axis, transfer.experts
+        if run is not None:
+            tensor = tensor.narrow(0, run.target_place, run.count)
+            axis += 1
+        return tensor.narrow(axis, transfer.target_offset, transfer.length)
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """vLLM's parameter of this name; AssertionError where this version has none."""
+        if name not in self._found:
+            self._found[name] = self._owner(name)
+        module, leaf = self._found[name]
+        parameter = getattr(module, leaf)
+        assert isinstance(parameter, nn.Parameter), f"vLLM's {name} is no parameter any more"
+        return parameter
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        for candidate in (name, name.replace(*_DEEPER)):
+            path, _, leaf = candidate.rpartition(".")
+            try:
+                module = self._model.get_submodule(path)
+            except AttributeError:
+                continue
+            if hasattr(module, leaf):
+                return module, leaf
+        raise AssertionError(f"this version of vLLM has no parameter {name}; use hybrid.weights=load")

@@ -1,0 +1,126 @@
+"""Moves fingerprinted weights between layouts, and counts. Arguments: FOLDER (of models) CASES (JSON) --out FILE.
+
+A case is {model, layout: {tp, pp, sequence_parallel, …}, generation: tp, bucket_bytes}.
+"""
+
+import argparse
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megappo.config.grid import GenerationGrid
+from megappo.config.layout import LayoutConfig
+from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
+from megappo.engines.hybrid.native import HybridTransfer
+from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.models.build import build_model, read_model
+from megappo.models.import_hf import import_hf
+from megappo.parallel.collectives import gather_objects
+from megappo.parallel.mesh import Mesh, start_mesh
+from tests.support.fingerprints import WholeTensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("cases", type=json.loads)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = []
+    for case in arguments.cases:
+        mesh = start_mesh(LayoutConfig(**case["layout"]), seed=0, timeout=timedelta(minutes=2))
+        results.append(run_case(arguments.folder / case["model"], case, mesh))
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(results))
+
+
+def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    spec = read_model(folder)
+    model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm")
+    import_hf(model, spec, mesh)
+    grid = GenerationGrid(mesh.training_grid, case["generation"])
+    weights = GenerationWeights()
+    transfer = HybridTransfer(model, spec, mesh, grid, weights, case.get("bucket_bytes", 1 << 16))
+    report = transfer.run()
+    wrong, elements = compare(weights, WholeTensors(folder), spec.shape, grid.tp, grid.tp_rank(mesh.rank))
+    # An update of the training weights reaches the aliases at once, and the rest with the next run.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    transfer.run()
+    updated = WholeTensors(folder)
+    updated.tensors = {name: tensor + 0.25 for name, tensor in updated.tensors.items()}
+    late, _ = compare(weights, updated, spec.shape, grid.tp, grid.tp_rank(mesh.rank), padding=0.25)
+    planned, counted = account_of(transfer.planner, mesh.rank), transfer.measured()
+    measured = {
+        "is_planned": planned == counted,
+        "wrong": wrong,
+        "late": late,
+        "elements": elements,
+        "received": report.bytes_received,
+        "sent": report.bytes_sent,
+        "copied": report.bytes_copied,
+        "aliased": report.bytes_aliased,
+        "staging": report.peak_bytes,
+        "parameters": parameter_bytes(model, weights),
+    }
+    ranks = gather_objects((measured, counted), mesh.world_group)
+    total = sum((account for _, account in ranks), Account())
+    formulas = {name: formula_of(transfer.planner, name, grid.tp) for name in CLASSES}
+    transfer.release()
+    return {
+        "case": case,
+        "ranks": [each for each, _ in ranks],
+        "classes": {
+            name: {
+                "received": held.received,
+                "redundant": held.redundant,
+                "peak": held.peak,
+                "copied": held.copied,
+                "whole": formulas[name].whole,
+                "received_by_formula": float(formulas[name].received * mesh.world_size),
+                "redundant_by_formula": float(formulas[name].redundant * mesh.world_size),
+                "peak_by_formula": float(formulas[name].peak * mesh.world_size),
+            }
+            for name, held in total.classes.items()
+        },
+        "released": weights.nbytes,
+    }
+
+
+def compare(
+    weights: GenerationWeights, whole: WholeTensors, shape: Any, size: int, place: int, padding: float = 0.0
+) -> tuple[list[str], int]:
+    """(names of parameters with a wrong element, elements compared)."""
+    wrong, count = [], 0
+    named = [(name, None, pieces) for name, pieces in weights.parameters.items()]
+    named += [(name, expert, pieces) for name, held in weights.experts.items() for expert, pieces in held.items()]
+    for name, expert, pieces in named:
+        axis = 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2")) else 0
+        expected = whole.expected(name, shape, size, place, expert)
+        expected = torch.where(expected == 0, padding, expected)
+        found = torch.cat(pieces, dim=axis)
+        count += found.numel()
+        if found.shape != expected.shape or not torch.equal(found, expected):
+            wrong.append(name if expert is None else f"{name}:{expert}")
+    return wrong, count
+
+
+def parameter_bytes(model: torch.nn.Module, weights: GenerationWeights) -> int:
+    """Bytes of all memory that parameters of both layouts lie in, each byte counted once."""
+    pieces = [*weights.parameters.values(), *(held for layer in weights.experts.values() for held in layer.values())]
+    tensors = [*model.parameters(), *(piece for several in pieces for piece in several)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    main()
