@@ -28,3 +28,8 @@ class DataError(UserError):
 
 class RewardError(UserError):
     """A reward function that can't be imported or called as written in the configuration."""
+
+
+class WeightSwitchError(Exception):
+    """The generation engine does not compute what the trainer computes with the weights that it was given: nothing that
+    it samples can be learned from."""

@@ -1,8 +1,10 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
-Rules about model folders, data files and the layout are in `checks_layout.py`, batch sizes in `divisibility.py`.
+Rules about model folders, data files and the layout are in `checks_layout.py`, the generation layout in
+`checks_hybrid.py`, batch sizes in `divisibility.py`.
 """
 
+from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
 from megappo.config.divisibility import divisibility_problems
 from megappo.config.experiment import ExperimentConfig
@@ -23,6 +25,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *file_problems(config),
         *layout_problems(config),
         *world_problems(config, world_size),
+        *hybrid_problems(config, data_parallel_size(config, world_size)),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)

@@ -4,6 +4,7 @@ from megappo.config.actor import ActorConfig, CriticConfig, RefConfig
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.base import Section
 from megappo.config.data import DataConfig
+from megappo.config.hybrid import HybridConfig
 from megappo.config.layout import LayoutConfig
 from megappo.config.model import ModelConfig
 from megappo.config.observe import ObserveConfig
@@ -22,6 +23,7 @@ class ExperimentConfig(Section):
     reward: RewardConfig | None = None
     """Needed by PPO; supervised training has none."""
     rollout: RolloutConfig = RolloutConfig()
+    hybrid: HybridConfig = HybridConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
@@ -32,6 +34,18 @@ class ExperimentConfig(Section):
     def needs_reference(self) -> bool:
         """Whether any term of the experiment reads reference log-probs."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def generation_tp(self) -> int:
+        """Tensor parallel size of a replica that has a layout of its own."""
+        return self.rollout.tensor_model_parallel_size or self.layout.tp
+
+    @property
+    def generates_in_own_layout(self) -> bool:
+        """Whether the native engine needs other shards than training's: it spreads experts its own way, and replicas of
+        a given size have no pipeline stages."""
+        size, layout = self.rollout.tensor_model_parallel_size, self.layout
+        return layout.ep > 1 or (size is not None and (size != layout.tp or layout.pp > 1))
 
     @property
     def max_length(self) -> int:

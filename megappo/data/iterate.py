@@ -36,6 +36,11 @@ class PromptOrder:
         return self._epoch
 
     @property
+    def prompts_seen(self) -> int:
+        """Prompts of all batches so far, where the batch size has always been this one."""
+        return self._epoch * self.steps_per_epoch * self._batch_size + self._index
+
+    @property
     def steps_per_epoch(self) -> int:
         return self._num_prompts // self._batch_size
 

@@ -14,7 +14,7 @@ from torch import nn
 from megappo.engines.native.check import check_model
 from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.ranks import DecodingRanks
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams, SyncReport
+from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
 from megappo.models.families.base import ModelShape
 from megappo.parallel.mesh import Mesh
 
@@ -50,6 +50,12 @@ class NativeRolloutEngine:
             max_num_seqs,
             max_num_batched_tokens,
         )
+        self._replicas = Replicas(tuple(tuple(mesh.grid[:, copy].flatten().tolist()) for copy in range(mesh.dp)))
+
+    @property
+    def replicas(self) -> Replicas:
+        """One for each data-parallel rank: all shards of its copy of the model."""
+        return self._replicas
 
     def sync_weights(self) -> SyncReport:
         """Waits until the training weights are whole; then there is nothing to do: the engine decodes on them.
@@ -71,6 +77,12 @@ class NativeRolloutEngine:
         ConfigError, before anything runs, for requests that can't be answered.
         """
         return self._loop.generate(requests, sampling, progress)
+
+    def release(self) -> None:
+        """Frees nothing: the weights are training's, and the cache lives as long as one `generate`."""
+
+    def close(self) -> None:
+        """Ends nothing, for the same reasons."""
 
 
 def finish_parameter_gather(model: nn.Module) -> None:

@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +22,7 @@ from megappo.launcher.run_status import record_end
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
+LEAVING_SECONDS = 2.0
 
 
 def main(arguments: list[str]) -> ExitCode:
@@ -35,8 +38,9 @@ def run_rank(request: Request) -> ExitCode:
     if isinstance(request, TrainRequest):
         # Kept until the trainer is ready to stop after a step: `StopSignal` lets them through.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    at_end = ExitStack()
     try:
-        return _dispatch(request)
+        return _dispatch(request, at_end)
     except KeyboardInterrupt:
         _leave(ExitCode.FAILED)  # the launcher says that it was interrupted
     # The last frame of the rank: the failure is claimed, not swallowed. BaseException, for torch's CheckpointException
@@ -45,7 +49,23 @@ def run_rank(request: Request) -> ExitCode:
         failure = Failure.of(error, own_rank())
         if report_failure(failure):
             record_end(request, ExitCode(failure.exit_code))
+        _close_in_time(at_end)
         _leave(ExitCode(failure.exit_code))
+
+
+def _close_in_time(at_end: ExitStack) -> None:
+    """Ends engines and reward processes after a failure that is already told; peers may be gone, so that what still
+    waits for them after `LEAVING_SECONDS` is left as it is."""
+
+    def close() -> None:
+        try:
+            at_end.close()
+        except Exception:  # the failure before it is the one to tell
+            logging.getLogger(__name__).exception("closing after a failure has failed too")
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(LEAVING_SECONDS)
 
 
 def report_failure(failure: Failure) -> bool:
@@ -66,14 +86,14 @@ def die_with_launcher() -> None:
         _leave(ExitCode.FAILED)
 
 
-def _dispatch(request: Request) -> ExitCode:
+def _dispatch(request: Request, at_end: ExitStack) -> ExitCode:
     from megappo.trainer import run  # here: it imports torch, which only a rank needs
 
     match request:
         case TrainRequest():
-            return run.train(request.config)
+            return run.train(request.config, at_end)
         case EvaluateRequest():
-            return run.evaluate(request)
+            return run.evaluate(request, at_end)
         case ConvertRequest():
             return run.convert(request)
         case GenerateRequest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -13,8 +14,6 @@ from megappo.data.iterate import PromptOrder
 from megappo.data.prompts import load_prompts, load_supervised
 from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine
-from megappo.engines.rollout import SamplingParams
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
@@ -23,10 +22,12 @@ from megappo.planner.batch import plan_batches, plan_supervised
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.checkpoint import SavedRole
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
+from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
 from megappo.trainer.loop import Loop, LoopParts
 from megappo.trainer.ppo import PPOTrainer
 from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.sft import SupervisedTrainer
+from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker
 from megappo.workers.policy import LogProbs
@@ -47,51 +48,41 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     plan = plan_batches(config, mesh.dp)
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     prompts = load_prompts(config.data, tokenizer, config.data.train_files, config.data.max_samples)
-    order = PromptOrder(len(prompts), config.data.train_batch_size, config.data.seed, config.data.shuffle)
-    evaluation_sets = load_evaluation_sets(config, tokenizer)
+    data = TrainingData.of(config, tokenizer, len(prompts))
     reward = RewardWorker(config.reward, mesh)
-    total_steps = number_of_steps(config, order)
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
-    actor = roles.actor(total_steps * plan.actor.optimizer_steps)
-    critic = roles.critic(total_steps * plan.critic.optimizer_steps)
-    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.model)
+    actor = roles.actor(data.total_steps * plan.actor.optimizer_steps)
+    critic = roles.critic(data.total_steps * plan.critic.optimizer_steps)
+    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model)
+    scale_length = config.actor.loss_scale_length or config.data.max_response_length
+    actor_worker = ActorWorker(actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length)
     controller = KLController(
         **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type
     )
-    scale_length = config.actor.loss_scale_length or config.data.max_response_length
-    micro = config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
     return PPOTrainer(
         mesh=mesh,
         plan=plan,
         prompts=prompts,
-        order=order,
+        order=data.order,
+        switch=WeightSwitch(
+            rollout, actor_worker, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
+        ),
         rollout=rollout,
         reward=reward,
-        actor=ActorWorker(actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length),
-        critic=CriticWorker(
-            critic.engine,
-            config.critic,
-            micro_batch_size=micro,
-            forward_micro_batch_size=config.critic.forward_micro_batch_size_per_gpu or micro,
-            scale_length=scale_length,
-        ),
+        actor=actor_worker,
+        critic=critic_worker(config, critic, scale_length),
         reference=reference_worker(config, mesh, spec, roles),
         advantages=AdvantagePhase(config.algorithm, controller, mesh),
-        loop=Loop(
+        loop=data.loop(
             config,
             mesh,
-            LoopParts(
-                total_steps=total_steps,
-                spec=spec,
-                tokenizer=tokenizer,
-                roles=saved_roles(actor=actor, critic=critic),
-                order=order,
-                controller=controller,
-                evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
-            ),
+            spec,
+            saved_roles(actor=actor, critic=critic),
+            evaluator(config, mesh, data.evaluation_sets, rollout, reward),
+            controller,
         ),
         seed=config.trainer.seed,
         max_response_length=config.data.max_response_length,
@@ -99,40 +90,66 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
 
 
 def build_supervised(config: ExperimentConfig, mesh: Mesh) -> SupervisedTrainer:
+    """In the same order; there is an engine only where held-out prompts are answered and scored."""
     plan = plan_supervised(config, mesh.dp)
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     examples = load_supervised(config.data, tokenizer, config.data.train_files, config.data.max_samples)
-    order = PromptOrder(len(examples), config.data.train_batch_size, config.data.seed, config.data.shuffle)
-    evaluation_sets = load_evaluation_sets(config, tokenizer)
-    reward = RewardWorker(config.reward, mesh) if config.reward is not None else None
-    total_steps = number_of_steps(config, order)
+    data = TrainingData.of(config, tokenizer, len(examples))
+    reward = RewardWorker(config.reward, mesh) if config.reward is not None and data.evaluation_sets else None
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((example.token_ids for example in examples), config, spec)
-    actor = roles.actor(total_steps)
-    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.model)
+    actor = roles.actor(data.total_steps)
+    evaluates = None
+    if reward is not None:
+        rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model)
+        evaluates = evaluator(config, mesh, data.evaluation_sets, rollout, reward)
     return SupervisedTrainer(
         mesh=mesh,
         plan=plan,
         examples=examples,
-        order=order,
+        order=data.order,
         engine=actor.engine,
         log_probs=log_probs(config, mesh, spec, temperature=1.0),
-        loop=Loop(
-            config,
-            mesh,
-            LoopParts(
-                total_steps=total_steps,
-                spec=spec,
-                tokenizer=tokenizer,
-                roles=saved_roles(actor=actor),
-                order=order,
-                controller=None,
-                evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward) if reward is not None else None,
-            ),
-        ),
+        loop=data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None),
     )
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What both kinds of training know before a model is built: the order and length of the run, what it evaluates."""
+
+    tokenizer: Tokenizer
+    order: PromptOrder
+    total_steps: int
+    evaluation_sets: Mapping[str, Sequence[Prompt]]
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, tokenizer: Tokenizer, num_rows: int) -> TrainingData:
+        order = PromptOrder(num_rows, config.data.train_batch_size, config.data.seed, config.data.shuffle)
+        sets = load_evaluation_sets(config, tokenizer)
+        return cls(tokenizer, order, number_of_steps(config, order), sets)
+
+    def loop(
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        spec: ModelSpec,
+        roles: Mapping[str, SavedRole],
+        evaluator: Evaluator | None,
+        controller: KLController | None,
+    ) -> Loop:
+        parts = LoopParts(
+            total_steps=self.total_steps,
+            spec=spec,
+            tokenizer=self.tokenizer,
+            roles=roles,
+            order=self.order,
+            controller=controller,
+            evaluator=evaluator,
+        )
+        return Loop(config, mesh, parts)
 
 
 def number_of_steps(config: ExperimentConfig, order: PromptOrder) -> int:
@@ -153,29 +170,14 @@ def log_probs(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, temperature
     )
 
 
-def rollout_worker(
-    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module
-) -> RolloutWorker:
-    """The native engine on the actor's own shards."""
-    engine = NativeRolloutEngine(
-        model,
-        spec.shape,
-        mesh,
-        decode=tokenizer.decode,
-        eos_ids=tokenizer.eos_ids,
-        max_num_seqs=config.rollout.max_num_seqs,
-        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-    )
-    return RolloutWorker(engine, training_sampling(config), num_samples=config.rollout.n, seed=config.trainer.seed)
-
-
-def training_sampling(config: ExperimentConfig) -> SamplingParams:
-    """How training responses are sampled: from the whole distribution, whose log-probs the trainer computes."""
-    return SamplingParams(
-        temperature=config.rollout.temperature,
-        max_tokens=config.data.max_response_length,
-        stop=config.rollout.stop,
-        ignore_eos=config.rollout.ignore_eos,
+def critic_worker(config: ExperimentConfig, critic: TrainedRole, scale_length: int) -> CriticWorker:
+    micro = config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
+    return CriticWorker(
+        critic.engine,
+        config.critic,
+        micro_batch_size=micro,
+        forward_micro_batch_size=config.critic.forward_micro_batch_size_per_gpu or micro,
+        scale_length=scale_length,
     )
 
 

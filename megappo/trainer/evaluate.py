@@ -35,24 +35,28 @@ class Evaluator:
         `pass_at_k`.
 
         `exact_match` is the share of responses that are right, `pass_at_k` the share of prompts with a right one among
-        their n responses (k = n). A collective call; the same values on every rank.
+        their n responses (k = n). Takes the turn to generate and gives it back. A collective call; the same values on
+        every rank.
         """
+        self.rollout.sync_weights()
+        responses = [self._sample(prompts, index, progress) for index, prompts in enumerate(self.sets.values())]
+        self.rollout.release()
         metrics: dict[str, float] = {}
-        for index, (name, prompts) in enumerate(self.sets.items()):
-            samples, scored = self._sample(prompts, index, progress)
-            metrics |= {
-                f"eval/{name}/{key}": value for key, value in self._summary(samples, scored, len(prompts)).items()
-            }
+        for (name, prompts), samples in zip(self.sets.items(), responses, strict=True):
+            summary = self._summary(samples, self.reward.score(samples), len(prompts))
+            metrics |= {f"eval/{name}/{key}": value for key, value in summary.items()}
         return metrics
 
-    def _sample(
-        self, prompts: Sequence[Prompt], index: int, progress: Progress | None
-    ) -> tuple[list[RolloutSample], ScoredSamples]:
+    def close(self) -> None:
+        """Ends the reward processes and, last, the engine."""
+        self.reward.close()
+        self.rollout.close()
+
+    def _sample(self, prompts: Sequence[Prompt], index: int, progress: Progress | None) -> list[RolloutSample]:
         n = self.config.n
         mine = range(self.mesh.dp_rank, len(prompts), self.mesh.dp)
         positions = [prompt * n + sample for prompt in mine for sample in range(n)]
-        samples = self.rollout.sample(prompts, positions, self.sampling, n, (EVALUATION_STREAM, index), progress)
-        return samples, self.reward.score(samples)
+        return self.rollout.sample(prompts, positions, self.sampling, n, (EVALUATION_STREAM, index), progress)
 
     def _summary(self, samples: list[RolloutSample], scored: ScoredSamples, num_prompts: int) -> dict[str, float]:
         n = self.config.n

@@ -145,13 +145,21 @@ def global_tokens(batch: ExperienceBatch, mesh: Mesh) -> int:
 
 
 def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
-    """`hybrid/…` of one weight sync: bytes over all ranks, seconds of the slowest."""
-    moved = torch.tensor([report.bytes_sent, report.bytes_aliased, report.bytes_copied], dtype=torch.float64)
-    sent, aliased, copied = sum_over(mesh.world_group, mesh.device)(moved).tolist()
-    seconds = max_over(mesh.world_group, mesh.device)(torch.tensor(report.seconds, dtype=torch.float64))
-    return {
-        "hybrid/bytes_sent": sent,
-        "hybrid/bytes_aliased": aliased,
-        "hybrid/bytes_copied": copied,
-        "hybrid/seconds": float(seconds),
+    """`hybrid/…` of one switch to generation: bytes moved are summed over ranks; seconds, and the bytes that a device
+    has to hold, are those of the rank with the most."""
+    total = {
+        "hybrid/bytes_sent": report.bytes_sent,
+        "hybrid/bytes_received": report.bytes_received,
+        "hybrid/bytes_aliased": report.bytes_aliased,
+        "hybrid/bytes_copied": report.bytes_copied,
     }
+    largest = {
+        "hybrid/seconds": report.seconds,
+        "hybrid/peak_bytes": report.peak_bytes,
+        "hybrid/held_asleep_bytes": report.held.asleep,
+        "hybrid/held_weights_bytes": report.held.with_weights,
+        "hybrid/held_awake_bytes": report.held.awake,
+    }
+    sums = sum_over(mesh.world_group, mesh.device)(torch.tensor(list(total.values()), dtype=torch.float64))
+    maxima = max_over(mesh.world_group, mesh.device)(torch.tensor(list(largest.values()), dtype=torch.float64))
+    return dict(zip([*total, *largest], [*sums.tolist(), *maxima.tolist()], strict=True))

@@ -117,6 +117,11 @@ class Loop:
                 return
         self._end()
 
+    def close(self) -> None:
+        """Ends reward processes and the rollout engine, which may take the process groups with it."""
+        if self._parts.evaluator is not None:
+            self._parts.evaluator.close()
+
     def _start(self) -> int:
         """Resumes or starts; returns the number of steps that lie behind."""
         # One rank looks and tells: on a shared file system the others may not see yet what was written last.
@@ -155,7 +160,11 @@ class Loop:
     def _after(self, step: Step) -> None:
         trainer = self._config.trainer
         number, is_last = step.number, step.number == self._parts.total_steps
-        step.metrics |= {"data/epoch": float(self._parts.order.epoch), "time/checkpoint": self._checkpoint_seconds}
+        step.metrics |= {
+            "data/epoch": float(self._parts.order.epoch),
+            "data/prompts_seen": float(self._parts.order.prompts_seen),
+            "time/checkpoint": self._checkpoint_seconds,
+        }
         is_due = is_last or (trainer.test_freq > 0 and number % trainer.test_freq == 0)
         evaluation = self._evaluate(number) if is_due else {}
         # Before the checkpoint: a step that a resumed run does not repeat must not be missing from the metrics.

@@ -15,9 +15,10 @@ from megappo.experience.sample import Prompt
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.advantages import AdvantagePhase
-from megappo.trainer.experience_metrics import experience_metrics, global_tokens, sync_metrics
+from megappo.trainer.experience_metrics import experience_metrics, global_tokens
 from megappo.trainer.loop import Loop
 from megappo.trainer.minibatches import minibatches
+from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker
 from megappo.workers.reference import NoReference, ReferenceWorker
@@ -33,6 +34,7 @@ class PPOTrainer:
     plan: BatchPlan
     prompts: Sequence[Prompt]
     order: PromptOrder
+    switch: WeightSwitch
     rollout: RolloutWorker
     reward: RewardWorker
     actor: ActorWorker
@@ -47,9 +49,13 @@ class PPOTrainer:
         """Trains until the last step, or until a signal asks to stop."""
         positions = self.plan.positions_of(self.mesh.dp_rank)
         for step in self.loop.steps():
+            with step.phase("weight_sync"):
+                step.record(self.switch.to_rollout(step.number))
             with step.phase("rollout"):
                 prompts = [self.prompts[row] for row in self.order.next_batch()]
                 samples = self.rollout.generate(prompts, positions, step.number, step.progress)
+            with step.phase("weight_sync"):
+                self.switch.to_training()
             with step.phase("reward"):
                 scored = self.reward.score(samples)
                 batch = ExperienceBatch.from_samples(samples).fill(scores=scored.score_tensor)
@@ -69,8 +75,10 @@ class PPOTrainer:
             with step.phase("update_actor"):
                 for minibatch in minibatches(batch, self.plan.actor, seed=self.seed, step=step.number):
                     step.record_update(self.actor.update(minibatch))
-            with step.phase("weight_sync"):
-                step.record(sync_metrics(self.rollout.sync_weights(), self.mesh))
             step.finish(global_tokens(batch, self.mesh))
             self.loop.keep_samples(step.number, samples, scored)
         return self.loop.outcome
+
+    def close(self) -> None:
+        """Ends reward processes and the engine, after everything else that communicates."""
+        self.loop.close()

@@ -1,10 +1,14 @@
-"""What a rank does for each command: join the mesh, build, run, leave. The command line is in `cli/`."""
+"""What a rank does for each command: join the mesh, build, run, leave. The command line is in `cli/`.
+
+`at_end` gets what has to be closed before the groups are left, and also where the command fails.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,15 +37,18 @@ from megappo.workers.rollout import noise_key
 SHORT_COMMAND_TIMEOUT = timedelta(minutes=30)
 
 
-def train(config: ExperimentConfig) -> ExitCode:
+def train(config: ExperimentConfig, at_end: ExitStack) -> ExitCode:
     """Runs an experiment on the ranks that were started."""
     mesh = _mesh_of(config)
-    outcome = build_trainer(config, mesh).fit()
+    trainer = build_trainer(config, mesh)
+    at_end.callback(trainer.close)
+    outcome = trainer.fit()
+    at_end.close()
     stop_mesh()
     return outcome
 
 
-def evaluate(request: EvaluateRequest) -> ExitCode:
+def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
     """Prints the experiment's held-out scores of a policy: one line a data set, then one JSON object."""
     config = request.config
     mesh = _mesh_of(config)
@@ -49,11 +56,12 @@ def evaluate(request: EvaluateRequest) -> ExitCode:
     assert path is not None, "the command line refuses a run without a checkpoint"
     model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
     evaluator = build_evaluator(config, mesh, spec, model)
+    at_end.callback(evaluator.close)
     metrics = evaluator.run()
-    evaluator.reward.close()
     if mesh.is_writer:
         Console(total_steps=0).scores(f"{path}: ", metrics)
         print(json.dumps(metrics), flush=True)
+    at_end.close()
     stop_mesh()
     return ExitCode.DONE
 
@@ -114,7 +122,10 @@ def generate(request: GenerateRequest) -> ExitCode:
         top_p=request.sampling.top_p,
         max_tokens=request.max_tokens,
     )
+    engine.sync_weights()
     completions = engine.generate(requests, sampling)
+    engine.release()
+    engine.close()
     if mesh.is_writer:
         _print_responses(request, completions)
     stop_mesh()

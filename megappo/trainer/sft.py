@@ -50,6 +50,10 @@ class SupervisedTrainer:
             step.finish(global_tokens(batch, self.mesh))
         return self.loop.outcome
 
+    def close(self) -> None:
+        """Ends what evaluates, after everything else that communicates."""
+        self.loop.close()
+
 
 class SupervisedLoss:
     """Mean negative log-likelihood of the response tokens of the global batch, in nats."""

@@ -32,7 +32,8 @@ class ActorWorker:
         micros = self._cut(minibatch, self._config.ppo_micro_batch_size_per_gpu)
         denominators = global_denominators(minibatch, self.engine.mesh)
         report = self.engine.update(micros, ActorLoss(self._config, self._log_probs, denominators, self._scale_length))
-        return report.metrics | {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
+        metrics = report.metrics | {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
+        return metrics | ({"actor/kl_loss_coef": self._config.kl_loss_coef} if self._config.use_kl_loss else {})
 
     def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:
         mesh = self.engine.mesh

@@ -1,32 +1,47 @@
-"""The rollout worker: this data-parallel rank's share of a step's responses, and of an evaluation's."""
+"""The rollout worker: this data-parallel rank's samples of a step, whichever ranks generate together.
+
+Which replica generates what is in `dealing.py`, how responses travel in `responses.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy
 
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
+from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
+from megappo.parallel.collectives import any_rank, gather_objects
+from megappo.parallel.mesh import Mesh
+from megappo.workers.dealing import deal, plan_delivery
+from megappo.workers.responses import exchange_completions
 
 
 class RolloutWorker:
     """Turns prompts into samples with a generation engine.
 
-    `seed` and the place of a sequence in the step fix its sampling noise, whatever rank generates it.
+    `seed` and the place of a sequence in the step fix its sampling noise, whatever rank generates it. Every rank of the
+    world makes the same calls, each with the positions of its data-parallel rank.
     """
 
-    def __init__(self, engine: RolloutEngine, sampling: SamplingParams, *, num_samples: int, seed: int) -> None:
-        self._engine = engine
-        self._sampling = sampling
+    def __init__(
+        self, engine: RolloutEngine, sampling: SamplingParams, mesh: Mesh, *, num_samples: int, seed: int
+    ) -> None:
+        self.engine = engine
+        self.sampling = sampling
+        self._mesh = mesh
         self._num_samples = num_samples
         self._seed = seed
+        copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
+        self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
 
     def generate(
         self, prompts: Sequence[Prompt], positions: Sequence[int], step: int, progress: Progress | None = None
     ) -> list[RolloutSample]:
         """Samples of the step's sequences at `positions` (prompt · n + sample), in that order."""
-        return self.sample(prompts, positions, self._sampling, self._num_samples, (step,), progress)
+        return self.sample(prompts, positions, self.sampling, self._num_samples, (step,), progress)
 
     def sample(
         self,
@@ -37,24 +52,94 @@ class RolloutWorker:
         stream: tuple[int, ...],
         progress: Progress | None = None,
     ) -> list[RolloutSample]:
-        """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ)."""
-        requests = [
-            GenerationRequest(prompts[position // num_samples].token_ids, noise_key(self._seed, *stream, position))
-            for position in positions
-        ]
-        completions = self._engine.generate(requests, sampling, progress)
+        """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ).
+
+        Raises the UserError of any rank on all of them.
+        """
+        work = _Work(prompts, num_samples, sampling, (self._seed, *stream))
+        if self._needs_exchange:
+            completions = self._exchanged(work, positions, progress)
+        else:
+            completions = self._generated(work, positions, progress)
         return [
-            _sample(prompts[position // num_samples], position, position % num_samples, completion)
-            for position, completion in zip(positions, completions, strict=True)
+            _sample(prompts[position // num_samples], position, position % num_samples, completions[position])
+            for position in positions
         ]
 
     def sync_weights(self) -> SyncReport:
-        return self._engine.sync_weights()
+        """Takes the turn to generate: responses come after it."""
+        return self.engine.sync_weights()
+
+    def release(self) -> None:
+        """Gives the turn back to training."""
+        self.engine.release()
+
+    def close(self) -> None:
+        """Ends the engine, which may take the process groups with it."""
+        self.engine.close()
+
+    def _exchanged(self, work: _Work, positions: Sequence[int], progress: Progress | None) -> Mapping[int, Completion]:
+        """Deals the sequences of all data-parallel ranks to the replicas, and fetches those at `positions`."""
+        mesh, replicas = self._mesh, self.engine.replicas
+        wanted = gather_objects(list(positions), mesh.dp_group)
+        costs = {position: work.cost(position) for part in wanted for position in part}
+        dealt = deal(costs, work.num_samples, len(replicas.groups))
+        own = dealt[replicas.of(mesh.rank)]
+        completions = self._generated(work, own, _scaled(progress, len(own), len(costs)))
+        delivery = plan_delivery(mesh.rank, mesh.grid, replicas, dealt, wanted)
+        return exchange_completions(own, completions, delivery, mesh)
+
+    def _generated(self, work: _Work, positions: Sequence[int], progress: Progress | None) -> dict[int, Completion]:
+        """Completions of the rank's own replica, by position. A collective call over the world."""
+        error: UserError | None = None
+        completions: list[Completion] = []
+        try:
+            if positions:
+                completions = self.engine.generate(list(map(work.request, positions)), work.sampling, progress)
+        except UserError as mistake:
+            error = mistake
+        _raise_alike(error, self._mesh)
+        return dict(zip(positions, completions, strict=True))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The sequences of one call: prompts, samples of each, and what their noise depends on."""
+
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: SamplingParams
+    stream: tuple[int, ...]
+
+    def request(self, position: int) -> GenerationRequest:
+        return GenerationRequest(self._prompt(position).token_ids, noise_key(*self.stream, position))
+
+    def cost(self, position: int) -> int:
+        """Tokens of the sequence at its longest."""
+        return len(self._prompt(position).token_ids) + self.sampling.max_tokens
+
+    def _prompt(self, position: int) -> Prompt:
+        return self.prompts[position // self.num_samples]
 
 
 def noise_key(*parts: int) -> int:
     """A 63-bit key that depends on every part."""
     return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
+
+
+def _raise_alike(error: UserError | None, mesh: Mesh) -> None:
+    """Raises the first rank's error on every rank, so that none waits for one that has left."""
+    if any_rank(error is not None, mesh):
+        errors = gather_objects(error, mesh.world_group)
+        raise next(mistake for mistake in errors if mistake is not None)
+
+
+def _scaled(progress: Progress | None, own: int, total: int) -> Progress | None:
+    """Progress over all `total` sequences, as far as a replica with `own` of them can tell: the others' work is as
+    much as its own, and asking them would cost a collective."""
+    if progress is None or own == 0:
+        return None
+    return lambda done, _: progress(done * total // own, total)
 
 
 def _sample(prompt: Prompt, position: int, sample: int, completion: Completion) -> RolloutSample:

@@ -96,7 +96,7 @@ def test_failure_that_is_no_exception_is_told_too(capfd: pytest.CaptureFixture[s
     body = f"""
 from megappo.config.requests import ConvertRequest
 from megappo.launcher import rank
-def damaged(request):
+def damaged(request, at_end):
     raise BaseException("a damaged checkpoint")
 rank._dispatch = damaged
 rank.run_rank(ConvertRequest.model_validate_json({request!r}))

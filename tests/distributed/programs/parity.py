@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
 from megappo.engines.optimizer import Optimizer
-from megappo.engines.rollout import Progress, SyncReport
+from megappo.engines.rollout import Progress
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.models.build import read_model
 from megappo.models.export_hf import export_hf
@@ -40,9 +40,6 @@ class RecordedRollouts:
     ) -> list[RolloutSample]:
         n = 2
         return [self._sample(prompts[position // n], position, position % n, step) for position in positions]
-
-    def sync_weights(self) -> SyncReport:
-        return SyncReport(bytes_aliased=0, bytes_copied=0, bytes_sent=0, seconds=0.0)
 
     @staticmethod
     def _sample(prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:

@@ -1,0 +1,43 @@
+"""Rules about the generation layout and the switch to it."""
+
+from megappo.config.checks_layout import model_parallel_problems
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.grid import TrainingGrid, generation_problem
+from megappo.config.model_folder import ModelFolderError, read_model_facts
+from megappo.config.problem import Problem, Severity, typed
+
+SIZE = "rollout.tensor_model_parallel_size"
+
+
+def hybrid_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
+    """`dp` is the data-parallel size where it is known; a size that depends on it is checked only then."""
+    problems = []
+    if config.rollout.engine == "native" and config.hybrid.weights != "auto":
+        reason = "does nothing, for rollout.engine is native, which always takes the shards"
+        remedy = "leave it out, or set rollout.engine to vllm"
+        problems.append(
+            Problem("hybrid.weights", typed(config.hybrid.weights), reason, remedy, severity=Severity.WARNING)
+        )
+    size = config.rollout.tensor_model_parallel_size
+    if size is not None:
+        problems += _grid_problems(config, size, dp) or _head_problems(config, size)
+    return problems
+
+
+def _grid_problems(config: ExperimentConfig, size: int, dp: int | None) -> list[Problem]:
+    layout = config.layout
+    if dp is None and size > layout.tp:
+        return []
+    problem = generation_problem(TrainingGrid(tp=layout.tp, pp=layout.pp, dp=dp or 1), size)
+    if problem is None:
+        return []
+    reason, _, sizes = problem.rpartition("; possible: ")
+    return [Problem(SIZE, str(size), reason, f"possible: {sizes}")]
+
+
+def _head_problems(config: ExperimentConfig, size: int) -> list[Problem]:
+    try:
+        facts = read_model_facts(config.model.path)
+    except ModelFolderError:
+        return []  # the layout's rules say so
+    return model_parallel_problems(facts, config.model.path, size, 1, tp_path=SIZE)

@@ -1,0 +1,96 @@
+"""The generation side of a run: which engine, on which ranks, sampling how. An engine is imported when it is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.hybrid import CHECK_LIMITS
+from megappo.data.tokenizer import Tokenizer
+from megappo.engines.native_rollout import NativeRolloutEngine
+from megappo.engines.rollout import RolloutEngine, SamplingParams
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.mesh import Mesh
+from megappo.trainer.roles import DTYPES
+from megappo.workers.rollout import RolloutWorker
+
+
+def rollout_worker(
+    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module
+) -> RolloutWorker:
+    """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage."""
+    return RolloutWorker(
+        rollout_engine(config, mesh, spec, tokenizer, model),
+        training_sampling(config),
+        mesh,
+        num_samples=config.rollout.n,
+        seed=config.trainer.seed,
+    )
+
+
+def rollout_engine(
+    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module
+) -> RolloutEngine:
+    """vLLM; or the native engine, on the training shards where they are the generation layout too."""
+    if config.rollout.engine == "vllm":
+        return _vllm_engine(config, mesh, spec, tokenizer, model)
+    if not config.generates_in_own_layout:
+        return NativeRolloutEngine(
+            model,
+            spec.shape,
+            mesh,
+            decode=tokenizer.decode,
+            eos_ids=tokenizer.eos_ids,
+            max_num_seqs=config.rollout.max_num_seqs,
+            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        )
+    from megappo.engines.native_layout import NativeLayoutEngine
+
+    return NativeLayoutEngine(
+        model,
+        spec,
+        mesh,
+        tp=config.generation_tp,
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        bucket_bytes=config.hybrid.bucket_bytes,
+    )
+
+
+def training_sampling(config: ExperimentConfig) -> SamplingParams:
+    """How training responses are sampled: from the whole distribution, whose log-probs the trainer computes."""
+    return SamplingParams(
+        temperature=config.rollout.temperature,
+        max_tokens=config.data.max_response_length,
+        stop=config.rollout.stop,
+        ignore_eos=config.rollout.ignore_eos,
+    )
+
+
+def check_limit(config: ExperimentConfig) -> float:
+    """Largest mean |difference| of log-probs between engine and trainer, in nats."""
+    return config.hybrid.check_limit or CHECK_LIMITS[config.model.dtype]
+
+
+def _vllm_engine(
+    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module
+) -> RolloutEngine:
+    from megappo.engines.vllm_rollout import VLLMRolloutEngine  # here: only this needs vLLM
+
+    return VLLMRolloutEngine(
+        model,
+        spec,
+        mesh,
+        config.rollout,
+        dtype=DTYPES[config.model.dtype],
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        tokenizer_folder=Path(config.model.tokenizer_folder),
+        max_model_len=config.rollout.max_model_len or config.max_length,
+        weights=config.hybrid.weights,
+        seed=config.trainer.seed,
+    )

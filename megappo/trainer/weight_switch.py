@@ -1,0 +1,112 @@
+"""The turn between training and generation, and the proof that the engine has the weights that were trained.
+
+The engine moves the weights; here is when, and what is done where its log-probs are not the trainer's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NoReturn, Protocol, runtime_checkable
+
+from megappo.errors import WeightSwitchError
+from megappo.experience.sample import Prompt
+from megappo.parallel.collectives import gather_objects
+from megappo.parallel.mesh import Mesh
+from megappo.trainer.experience_metrics import sync_metrics
+from megappo.trainer.probe import Probe, probe, worst_of_all
+from megappo.workers.actor import ActorWorker
+from megappo.workers.rollout import RolloutWorker
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ComparesTensors(Protocol):
+    """A rollout engine that can say which of its tensors is wrong."""
+
+    def worst_tensor(self) -> str | None:
+        """The name, and by how much, of the engine's tensor that is farthest from the training shard's bytes on this
+        rank; None where all are equal. Every rank of the world calls it together."""
+        ...
+
+
+class WeightSwitch:
+    """Gives the turn to the rollout engine and back. Every method is a collective call over the world.
+
+    The first switch is checked, and one every `check_every` steps after: a few of the run's prompts are answered by
+    the engine, and its log-probs compared with those of the training shards. `limit` bounds the mean |difference|.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutWorker,
+        actor: ActorWorker,
+        prompts: Sequence[Prompt],
+        mesh: Mesh,
+        *,
+        check_every: int,
+        limit: float,
+    ) -> None:
+        self._rollout = rollout
+        self._actor = actor
+        self._prompts = prompts
+        self._mesh = mesh
+        self._check_every = check_every
+        self._limit = limit
+        self._last_check: int | None = None
+
+    def to_rollout(self, step: int) -> dict[str, float]:
+        """Makes the weights of this moment the engine's; returns the metrics `hybrid/…`.
+
+        Raises WeightSwitchError where the engine still computes something else after the weights were sent twice.
+        """
+        metrics = sync_metrics(self._rollout.sync_weights(), self._mesh)
+        if self._is_due(step):
+            self._last_check = step
+            metrics |= self._check(step)
+        return metrics
+
+    def to_training(self) -> None:
+        self._rollout.release()
+
+    def _is_due(self, step: int) -> bool:
+        if self._last_check is None:
+            return True
+        return self._check_every > 0 and step - self._last_check >= self._check_every
+
+    def _check(self, step: int) -> dict[str, float]:
+        found = self._probe(step)
+        is_resent = found.mean > self._limit
+        if is_resent:
+            _log.warning("step %d: %s; they are sent once more", step, self._complaint(found))
+            self._rollout.release()
+            self._rollout.sync_weights()
+            found = self._probe(step)
+        if found.mean > self._limit:
+            self._give_up(step, found)
+        return {
+            "hybrid/probe_diff_mean": found.mean,
+            "hybrid/probe_diff_max": found.max,
+            "hybrid/probe_resent": float(is_resent),
+        }
+
+    def _probe(self, step: int) -> Probe:
+        return probe(self._rollout, self._actor, self._prompts, self._mesh, step)
+
+    def _complaint(self, found: Probe) -> str:
+        return (
+            "the rollout engine has not got the trained weights: its log-probs are on average "
+            f"{found.mean:.3g} nats off the trainer's, hybrid.check_limit is {self._limit:g}"
+        )
+
+    def _give_up(self, step: int, found: Probe) -> NoReturn:
+        token = worst_of_all(found.worst, self._mesh)
+        engine, tensor = self._rollout.engine, None
+        if isinstance(engine, ComparesTensors):
+            tensors = gather_objects(engine.worst_tensor(), self._mesh.world_group)
+            tensor = next((f"{name}, on rank {rank}" for rank, name in enumerate(tensors) if name is not None), None)
+        named = f"wrong tensor: {tensor}" if tensor is not None else "the engine names no tensor"
+        raise WeightSwitchError(
+            f"step {step}: {self._complaint(found)}, though they were sent twice; {named}; worst token: {token}"
+        )
