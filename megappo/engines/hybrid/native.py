@@ -108,7 +108,7 @@ class HybridTransfer:
         weight_map = spec.family.weight_map(spec.shape, "lm")
         kinds = Kinds.of(weight_map)
         self._mesh = mesh
-        self._sources = TrainingShards(model, weight_map, mesh)
+        self._sources = TrainingShards(model, weight_map)
         self._targets = NativeTargets(kinds, grid)
         self._weights = weights
         self._dtype = next(model.parameters()).dtype

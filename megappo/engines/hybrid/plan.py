@@ -81,6 +81,18 @@ class _Span:
     target_offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A span of a target for one run of its experts: the place in a stage of the rank that has it, and how it comes to
+    that rank itself."""
+
+    kind: Kind
+    span: _Span
+    experts: ExpertRun | None
+    source_place: int
+    own_way: Way
+
+
 class Planner:
     """Plans for the ranks of one training grid and the generation engine that `targets` describes.
 
@@ -131,11 +143,19 @@ class Planner:
     def receives(self, rank: int, source_rank: int | None = None) -> Iterator[Transfer]:
         """Everything that the parameters of `rank` are made of, in an order that depends on the engine alone; with
         `source_rank` only what that rank holds for it."""
+        own_stage = self.training.stage(rank)
         for target in self.targets.of(rank):
-            spans = self.spans(target)
-            for layer in target.layers:
-                for span in spans:
-                    yield from self._of_span(rank, target, layer, span, len(spans), source_rank)
+            parts = self._parts(target, rank)
+            if source_rank is not None:
+                place = source_rank % self.training.stage_size
+                parts = [part for part in parts if part.source_place == place]
+            for layer in target.layers if parts else ():
+                for part in parts:
+                    stages = self.stages_of(part.kind, layer)
+                    stage = own_stage if own_stage in stages else stages[0]
+                    source = stage * self.training.stage_size + part.source_place
+                    if source_rank is None or source == source_rank:
+                        yield self._transfer(part, target, layer, source, rank)
 
     def sends(self, rank: int) -> Iterator[Transfer]:
         """What `rank` sends to others, receiver by receiver; each receiver's in the order in which it receives them."""
@@ -170,46 +190,44 @@ class Planner:
                 yield _Span(run, offset + row - segment.start)
             offset += segment.length
 
-    def _of_span(
-        self, rank: int, target: Target, layer: int | None, span: _Span, num_spans: int, source_rank: int | None
-    ) -> Iterator[Transfer]:
-        grid, kind = self.training, span.run.kind
-        stages, own_stage = self.stages_of(kind, layer), grid.stage(rank)
-        stage = own_stage if own_stage in stages else stages[0]
-        if source_rank is not None and grid.stage(source_rank) != stage:
-            return
-        runs = self._expert_runs(target, kind)
-        for ep_rank, experts in runs:
-            if experts is None:
-                shard = grid.tp_rank(rank) if span.run.shard is None else span.run.shard
-                source = grid.dense_rank(stage, grid.dp_rank(rank), shard)
-            else:
-                source = grid.expert_rank(stage, grid.expert_dp_rank(rank), ep_rank, span.run.shard or 0)
-            if source_rank is not None and source != source_rank:
-                continue
-            way = Way.GATHER
-            if source == rank:
-                is_alone = num_spans == len(runs) == 1
-                way = Way.ALIAS if target.takes_pieces or self._is_whole(target, span, is_alone) else Way.LOCAL
-            yield Transfer(
-                way=way,
-                source_rank=source,
-                target_rank=rank,
-                source=kind.name,
-                target=target.name,
-                layer=layer,
-                axis=target.axis,
-                source_offset=span.run.offset,
-                target_offset=span.target_offset,
-                length=span.run.length,
-                width=kind.width,
-                experts=experts,
-                num_elements=span.run.length * (kind.width or 1) * (1 if experts is None else experts.count),
-                weight_class=target.weight_class,
-                buckets=self.buckets.of_parameter(kind.name, layer),
-            )
+    def _parts(self, target: Target, rank: int) -> list[_Part]:
+        """What a target is made of in every layer: its spans, of each run of its experts."""
+        grid, spans, parts = self.training, self.spans(target), []
+        for span in spans:
+            kind, shard = span.run.kind, span.run.shard
+            runs = self._expert_runs(target, kind)
+            way = Way.LOCAL
+            if target.takes_pieces or self._is_whole(target, span, is_alone=len(spans) == len(runs) == 1):
+                way = Way.ALIAS
+            for ep_rank, experts in runs:
+                if experts is None:
+                    source = grid.dense_rank(0, grid.dp_rank(rank), grid.tp_rank(rank) if shard is None else shard)
+                else:
+                    source = grid.expert_rank(0, grid.expert_dp_rank(rank), ep_rank, shard or 0)
+                parts.append(_Part(kind, span, experts, source, way))
+        return parts
 
-    def _is_whole(self, target: Target, span: _Span, is_alone: bool) -> bool:
+    def _transfer(self, part: _Part, target: Target, layer: int | None, source: int, rank: int) -> Transfer:
+        run, experts = part.span.run, part.experts
+        return Transfer(
+            way=part.own_way if source == rank else Way.GATHER,
+            source_rank=source,
+            target_rank=rank,
+            source=part.kind.name,
+            target=target.name,
+            layer=layer,
+            axis=target.axis,
+            source_offset=run.offset,
+            target_offset=part.span.target_offset,
+            length=run.length,
+            width=part.kind.width,
+            experts=experts,
+            num_elements=run.length * (part.kind.width or 1) * (1 if experts is None else experts.count),
+            weight_class=target.weight_class,
+            buckets=self.buckets.of_parameter(part.kind.name, layer),
+        )
+
+    def _is_whole(self, target: Target, span: _Span, *, is_alone: bool) -> bool:
         """Whether one tensor can be the training shard's memory: the same rows in order, and without gaps in memory."""
         is_complete = is_alone and span.run.length == target.length
         is_full_width = span.run.length == self.shard_length(span.run.kind)

@@ -8,21 +8,24 @@ from megappo.engines.hybrid.execute import Views
 from megappo.engines.hybrid.plan import Transfer
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import WeightMap
-from megappo.parallel.mesh import Mesh
 
 
 class TrainingShards:
     """Views into the parameters of this rank's stage; the weights themselves are read when a switch runs."""
 
-    def __init__(self, model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         """`model`: the bare stage, as `build_model` made it. A tied model's second copy passes for its embedding."""
         owners = {source: rule.names[0] for rule in weight_map.rules if not rule.is_copy for source in rule.sources}
-        shards: dict[str, list[Tensor]] = {}
-        for parameter in stage_parameters(model, weight_map, mesh):
+        self._shards: dict[str, list[Tensor]] = {}
+        for parameter in stage_parameters(model, weight_map):
             name = owners[parameter.rule.sources[0]] if parameter.rule.is_copy else parameter.rule.names[0]
-            shards.setdefault(name, []).append(parameter.tensor.detach())
-        self._experts = {rule.names[0] for rule in weight_map.rules if rule.experts is not None}
-        self._shards = {name: _stacked(parts) if name in self._experts else parts for name, parts in shards.items()}
+            shards = self._shards.setdefault(name, [])
+            if parameter.expert is None:
+                shards.append(parameter.tensor.detach())
+            elif parameter.parameter is parameter.tensor:
+                shards.append(parameter.tensor.detach()[None])
+            elif not shards:
+                shards.append(parameter.parameter.detach())
 
     @property
     def has_grouped_experts(self) -> bool:
@@ -31,7 +34,7 @@ class TrainingShards:
 
     @property
     def tensors(self) -> Mapping[str, list[Tensor]]:
-        """Global name → the shard, or one tensor for each local expert."""
+        """Global name → the shard; with experts [experts, rows, columns], or several [1, rows, columns]."""
         return self._shards
 
     def views(self, transfer: Transfer) -> Views:
@@ -44,17 +47,4 @@ class TrainingShards:
             stack = parts[0].narrow(0, run.source_place, run.count)
             return (stack.narrow(1 + transfer.axis, start, length),)
         several = parts[run.source_place : run.source_place + run.count]
-        return tuple(part.narrow(transfer.axis, start, length)[None] for part in several)
-
-
-def _stacked(experts: list[Tensor]) -> list[Tensor]:
-    """[experts, rows, columns] where the experts are slices of one parameter, else the experts as they are."""
-    first = experts[0]
-    step = first.numel()
-    is_one = all(
-        expert.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and expert.is_contiguous()
-        and expert.storage_offset() == first.storage_offset() + place * step
-        for place, expert in enumerate(experts)
-    )
-    return [first.as_strided((len(experts), *first.shape), (step, *first.stride()))] if is_one else experts
+        return tuple(part.narrow(1 + transfer.axis, start, length) for part in several)
