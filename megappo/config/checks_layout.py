@@ -54,7 +54,7 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
             continue
         problems += _model_problems(config, folder, facts)
         problems += _vocabulary_problems(config, path, folder, facts, seen[config.model.path])
-    return problems
+    return problems + _dense_problems(config, [facts for facts in seen.values() if facts is not None])
 
 
 def model_parallel_problems(
@@ -78,7 +78,7 @@ def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Pro
     layout = config.layout
     model_parallel = layout.model_parallel_size
     if world_size is None:
-        return []
+        return _stage_problems(config, layout.dp)
     product = f"tp {layout.tp} · pp {layout.pp}"
     if world_size % model_parallel:
         counts = choices(
@@ -95,7 +95,55 @@ def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Pro
         reason = f"{product} · dp {layout.dp} = {layout.dp * model_parallel} ranks, and {world_size} are started"
         remedy = f"{world_size // model_parallel} or null fit this world size"
         return [Problem("layout.dp", str(layout.dp), reason, remedy)]
-    return []
+    return _stage_problems(config, world_size // model_parallel)
+
+
+def _stage_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
+    """Whether ep · etp ranks divide the ranks of a pipeline stage; nothing where dp isn't known."""
+    layout = config.layout
+    if dp is None or layout.tp * dp % (layout.ep * layout.expert_tp) == 0:
+        return []
+    ranks = layout.tp * dp
+    reason = f"times etp {layout.expert_tp} does not divide the tp {layout.tp} · dp {dp} = {ranks} ranks of a stage"
+    sizes = nearest(layout.ep, 1, ranks, lambda ep: ranks % (ep * layout.expert_tp) == 0)
+    if sizes:
+        return [Problem("layout.ep", str(layout.ep), reason, choices(sizes))]
+    sizes = nearest(layout.expert_tp, 1, ranks, lambda etp: ranks % (layout.ep * etp) == 0)
+    remedy = choices(sizes) if sizes else "set layout.ep and layout.etp to 1"
+    reason = f"times ep {layout.ep} does not divide the tp {layout.tp} · dp {dp} = {ranks} ranks of a stage"
+    return [Problem("layout.etp", str(layout.etp), reason, remedy)]
+
+
+def _dense_problems(config: ExperimentConfig, models: list[ModelFacts]) -> list[Problem]:
+    """Sizes for experts, where no model of the run has any."""
+    if not models or any(facts.num_experts is not None for facts in models):
+        return []
+    reason = f"is for experts, and {config.model.path} is a dense model ({models[0].model_type})"
+    return [
+        Problem(f"layout.{name}", str(size), reason, remedy)
+        for name, size, remedy in (("ep", config.layout.ep, "set it to 1"), ("etp", config.layout.etp, "leave it out"))
+        if size is not None and size > 1
+    ]
+
+
+def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    """Whether the experts of a model divide over the layout."""
+    layout, num_experts, rows = config.layout, facts.num_experts, facts.expert_rows
+    if num_experts is None or rows is None:
+        return []
+    problems = []
+    if num_experts % layout.ep:
+        reason = f"does not divide the {num_experts} experts of {folder}"
+        remedy = choices(nearest(layout.ep, 1, num_experts, lambda size: num_experts % size == 0))
+        problems.append(Problem("layout.ep", str(layout.ep), reason, remedy))
+    if rows % layout.expert_tp:
+        reason = f"does not divide the {rows} rows (moe_intermediate_size) of an expert of {folder}"
+        remedy = choices(nearest(layout.expert_tp, 1, rows, lambda size: rows % size == 0))
+        problems.append(Problem("layout.etp", str(layout.etp), reason, remedy))
+    if layout.tp > 1 and not layout.sequence_parallel:
+        reason = f"{folder} has experts, and with tp {layout.tp} every rank would send them the same tokens"
+        problems.append(Problem("layout.sequence_parallel", "false", reason, "set it to true, or layout.tp to 1"))
+    return problems
 
 
 def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -110,6 +158,7 @@ def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     problems = model_parallel_problems(facts, folder, config.layout.tp, config.layout.pp)
+    problems += _expert_problems(config, folder, facts)
     if facts.max_positions is not None and config.max_length > facts.max_positions:
         left = facts.max_positions - config.data.max_prompt_length
         reason = (

@@ -19,6 +19,9 @@ class ModelConfig(Section):
     layers: Literal["auto", "te", "torch"] = "auto"
     """Layer implementation: Transformer Engine where it imports (`auto`), or one of the two by name."""
 
+    experts: Literal["grouped", "sequential"] = "grouped"
+    """Experts of a layer: two parameters for all local ones and grouped matrix products, or one module an expert."""
+
     @property
     def tokenizer_folder(self) -> str:
         return self.tokenizer_path or self.path

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """`model_type`s that megappo builds."""
 
 
@@ -29,6 +29,10 @@ class ModelFacts:
     max_positions: int | None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    num_experts: int | None = None
+    """None for a dense model."""
+    expert_rows: int | None = None
+    """Feed-forward rows of one expert."""
 
     def tp_fits(self, tp: int) -> bool:
         """Whether `tp` ranks can share the heads: equal query heads each, and whole KV heads or equal parts of one."""
@@ -55,6 +59,9 @@ def read_model_facts(folder: str) -> ModelFacts:
             f"the families are {', '.join(FAMILIES)}",
         )
     num_heads = _size(config, "num_attention_heads")
+    has_experts = model_type.endswith("_moe")
+    # transformers 5 renames the number of experts of Qwen3-MoE on saving.
+    experts_key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     return ModelFacts(
         model_type=model_type,
         num_heads=num_heads,
@@ -63,6 +70,8 @@ def read_model_facts(folder: str) -> ModelFacts:
         max_positions=config.get("max_position_embeddings"),
         hidden_size=config.get("hidden_size"),
         vocab_size=config.get("vocab_size"),
+        num_experts=_size(config, experts_key) if has_experts else None,
+        expert_rows=_size(config, "moe_intermediate_size") if has_experts else None,
     )
 
 

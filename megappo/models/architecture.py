@@ -47,13 +47,14 @@ def read_model(folder: str | Path) -> ModelSpec:
 
 
 def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
-    """ConfigError, with the sizes that would do, where tp or pp does not divide the model."""
+    """ConfigError, with the sizes that would do, where tp, pp, ep or etp does not divide the model."""
     if not _tp_fits(shape, layout.tp):
         valid = [str(tp) for tp in range(1, shape.num_heads + 1) if _tp_fits(shape, tp)]
+        rows = " and ".join(map(str, _ffn_sizes(shape))) or "no"
         raise ConfigError(
             f"layout.tp: {layout.tp} does not divide this model's {shape.num_heads} attention heads, "
             f"{shape.num_kv_heads} KV heads (or is no multiple of them) and "
-            f"{shape.ffn_size} feed-forward rows; possible: {', '.join(valid)}"
+            f"{rows} feed-forward rows; possible: {', '.join(valid)}"
         )
     if shape.num_layers % layout.pp:
         valid = [str(pp) for pp in range(1, shape.num_layers + 1) if shape.num_layers % pp == 0]
@@ -61,8 +62,26 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
             f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; "
             f"possible: {', '.join(valid)}"
         )
+    if shape.moe is not None:
+        for name, size, parts, total in (
+            ("ep", layout.ep, "experts", shape.moe.num_experts),
+            ("etp", layout.expert_tp, "rows of an expert", shape.moe.ffn_size),
+        ):
+            if total % size:
+                valid = [str(divisor) for divisor in range(1, total + 1) if total % divisor == 0]
+                raise ConfigError(
+                    f"layout.{name}: {size} does not divide this model's {total} {parts}; possible: {', '.join(valid)}"
+                )
+
+
+def _ffn_sizes(shape: ModelShape) -> list[int]:
+    """Feed-forward rows that are cut over the TP ranks: of dense layers, and of a shared expert."""
+    if shape.moe is None:
+        return [shape.ffn_size]
+    dense = [shape.ffn_size] if shape.moe.dense_layers else []
+    return dense + ([shape.moe.shared_ffn_size] if shape.moe.shared_ffn_size else [])
 
 
 def _tp_fits(shape: ModelShape, tp: int) -> bool:
     kv_fits = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
-    return shape.num_heads % tp == 0 and kv_fits and shape.ffn_size % tp == 0
+    return shape.num_heads % tp == 0 and kv_fits and all(size % tp == 0 for size in _ffn_sizes(shape))

@@ -3,10 +3,10 @@
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import math
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from megappo.config.layout import LayoutConfig
 from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
-from megappo.models.spec import Layers, block_spec
+from megappo.models.spec import Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, padded_vocab_size
 from megappo.parallel.mesh import Mesh
@@ -22,7 +22,9 @@ from megappo.parallel.mesh import Mesh
 __all__ = ["ModelSpec", "build_model", "read_model"]
 
 
-def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head) -> GPTModel:
+def build_model(
+    spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head, experts: Experts = "grouped"
+) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
     `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded
@@ -31,11 +33,16 @@ def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Laye
     `layers` is missing here.
     """
     shape = spec.shape
-    check_layout(shape, LayoutConfig(tp=mesh.tp, pp=mesh.pp, sequence_parallel=mesh.sequence_parallel))
+    check_layout(
+        shape,
+        LayoutConfig(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sequence_parallel=mesh.sequence_parallel),
+    )
     config = transformer_config(shape, mesh, dtype)
+    num_layers = shape.num_layers // mesh.pp
+    numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(layers, num_layers=shape.num_layers // mesh.pp, qk_norm=shape.qk_norm),
+        transformer_layer_spec=block_spec(layers, experts, shape, numbers),
         vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
         max_sequence_length=shape.max_positions,
         pre_process=mesh.is_first_stage,
@@ -56,24 +63,34 @@ def build_model(spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Laye
             sequence_parallel=mesh.sequence_parallel,
             tp_group=mesh.tp_group,
         )
-    _mark_shards(model, spec, head)
+    model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
+    _mark_shards(model, spec, head, mesh)
     return model
 
 
-def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
-    """Sets the attribute by which the gradient norm knows shards from copies that every TP rank holds.
+def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head, mesh: Mesh) -> None:
+    """Sets the attributes by which Megatron knows shards from copies.
 
-    Megatron sets it on weights only while it initialises them (0.16.1, 0.19.2), which is skipped here; without it the
-    norm,
-    and so clipping, counts the shards of TP rank 0 alone.
+    `tensor_model_parallel` tells the gradient norm that a parameter is no copy that every TP rank holds. Megatron sets
+    it on weights only while it initialises them (0.16.1, 0.19.2), which is skipped here; without it the norm, and so
+    clipping, counts the shards of TP rank 0 alone.
+    `allreduce` False makes the gradients of experts be summed over the ranks that hold copies of them. Megatron sets it
+    where there are several EP ranks (0.16.1, 0.19.2); with whole experts on TP ranks there are other copies than of
+    dense weights too, and each would learn from its own rank's tokens alone.
     """
-    for parameter in stage_parameters(model, spec.family.weight_map(spec.shape, head)):
-        if parameter.rule.axis is not None and not hasattr(parameter.tensor, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter.tensor, True, parameter.rule.axis, 1)
+    is_dense_grid = mesh.ep == 1 and mesh.etp == mesh.tp
+    for item in stage_parameters(model, spec.family.weight_map(spec.shape, head)):
+        parameter, is_expert = item.parameter, item.expert is not None
+        if is_expert:
+            parameter.allreduce = is_dense_grid  # type: ignore[attr-defined]
+        if item.rule.axis is not None and not getattr(parameter, "tensor_model_parallel", False):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim = item.rule.axis + parameter.dim() - item.tensor.dim()  # type: ignore[attr-defined]
+            parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of a dense decoder without dropout."""
+    """Megatron's configuration of a decoder without dropout."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -99,6 +116,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         variable_seq_lengths=mesh.pp > 1,
         # The default dispatcher refuses variable lengths even where there are no experts (0.16.1).
         moe_token_dispatcher_type="alltoall",
+        **_experts_config(shape, mesh),
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
         perform_initialization=False,
@@ -110,6 +128,31 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
+    """The router is as in Hugging Face's models: softmax in float32, the best `top_k`, no token dropped. No balancing
+    loss: it would be added to the loss of PPO, and its gradient depends on what shares a micro-batch."""
+    if shape.moe is None:
+        return {}
+    moe = shape.moe
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        "moe_router_topk": moe.top_k,
+        # Weights that sum to 1 are the softmax over the chosen experts alone.
+        "moe_router_pre_softmax": not moe.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
+        "moe_shared_expert_gate": moe.has_shared_gate,
+        # A list tells checkpoints that layers differ.
+        "moe_layer_freq": [int(layer not in moe.dense_layers) for layer in range(shape.num_layers)]
+        if moe.dense_layers
+        else 1,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+    }
 
 
 def llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:

@@ -1,7 +1,8 @@
 """This rank's shard → Hugging Face folder, one parameter at a time: no rank ever holds the whole model.
 
-The first TP rank of each pipeline stage gathers its stage's parameters and writes its own files; the world's first rank
-joins them under one index. Only the first data-parallel replica takes part in the gathering.
+The first TP rank of each pipeline stage gathers its stage's parameters and writes its own files, and so does the first
+expert TP rank of each EP rank with its experts; the world's first rank joins them under one index. Only the first copy
+of each parameter takes part in the gathering.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -45,23 +46,22 @@ def export_hf(
     out = Path(out_folder)
     partial = out.with_name(f".{out.name}.partial")
     _prepare(out, partial, mesh)
-    if mesh.dp_rank == 0:
-        head = _agreed_head(model, mesh)
-        weight_map = spec.family.weight_map(spec.shape, head)
-        writer = SafetensorsWriter(partial, part=mesh.pp_rank, max_shard_bytes=max_shard_bytes)
-        for name, tensor in _tensors(model, weight_map, mesh):
-            writer.add(name, tensor if dtype is None else tensor.to(dtype))
-        writer.flush()
-        parts = gather_objects((writer.file_of, writer.num_bytes), mesh.model_parallel_group)
-        if mesh.is_writer:
-            file_of = {name: file for files, _ in parts for name, file in files.items()}
-            assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
-            write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
-            copy_companions(spec.folder, partial)
-            _write_config(partial, spec, head, dtype or next(model.parameters()).dtype)
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
+    head = _agreed_head(model, mesh)
+    weight_map = spec.family.weight_map(spec.shape, head)
+    writer = SafetensorsWriter(partial, part=mesh.pp_rank * mesh.ep + mesh.ep_rank, max_shard_bytes=max_shard_bytes)
+    for name, tensor in _tensors(model, weight_map, mesh):
+        writer.add(name, tensor if dtype is None else tensor.to(dtype))
+    writer.flush()
+    parts = gather_objects((writer.file_of, writer.num_bytes), mesh.world_group)
+    if mesh.is_writer:
+        file_of = {name: file for files, _ in parts for name, file in files.items()}
+        assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
+        write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
+        copy_companions(spec.folder, partial)
+        _write_config(partial, spec, head, dtype or next(model.parameters()).dtype)
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
     if mesh.world_size > 1:
         dist.barrier()
 
@@ -84,7 +84,7 @@ def _agreed_head(model: nn.Module, mesh: Mesh) -> Head:
 
 
 def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors of this rank's stage, on the CPU; nothing on other ranks than the stage's first."""
+    """Hugging Face tensors that this rank writes, on the CPU."""
     for parameter in stage_parameters(model, weight_map):
         if parameter.rule.is_copy:
             continue
@@ -94,12 +94,18 @@ def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tu
 
 
 def _gathered(parameter: StageParameter, mesh: Mesh) -> list[Tensor]:
-    """The shards of all TP ranks on TP rank 0 (one where each rank holds the whole); empty on the others."""
-    if parameter.rule.axis is None or mesh.tp == 1:
-        return [parameter.tensor] if mesh.tp_rank == 0 else []
+    """The shards of all (expert) TP ranks on the first of them (one where each holds the whole); empty elsewhere."""
+    if parameter.expert is None:
+        copy, group = mesh.dp_rank, mesh.tp_group
+    else:
+        copy, group = mesh.expert_dp_rank, mesh.etp_group
+    if copy != 0:
+        return []
+    if parameter.rule.axis is None or group.size() == 1:
+        return [parameter.tensor] if group.rank() == 0 else []
     shard = parameter.tensor.contiguous()
-    shards = [torch.empty_like(shard) for _ in range(mesh.tp)] if mesh.tp_rank == 0 else []
-    dist.gather(shard, shards or None, group=mesh.tp_group, group_dst=0)
+    shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
+    dist.gather(shard, shards or None, group=group, group_dst=0)
     return shards
 
 

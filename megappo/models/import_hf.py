@@ -68,7 +68,7 @@ def _check_shape(reader: SafetensorsReader, name: str, expected: Shape) -> None:
 def _fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh) -> None:
     axis = parameter.rule.axis or 0
     offset = 0
-    for segment in parameter.rule.shard(mesh.tp, mesh.tp_rank):
+    for segment in parameter.shard(mesh):
         rows: Tensor = parameter.tensor.narrow(axis, offset, segment.length)
         if segment.source is None:
             rows.zero_()

@@ -2,8 +2,10 @@
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -14,27 +16,48 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megappo.errors import ConfigError
+from megappo.models.experts import GroupedExperts
+from megappo.models.families.base import ModelShape
 from megappo.models.layers import CoreAttention, RMSNorm
 
 Layers = Literal["auto", "te", "torch"]
+Experts = Literal["grouped", "sequential"]
+"""All local experts of a layer in two parameters (`experts.py`), or Megatron's one module an expert."""
 
 
-def block_spec(layers: Layers, *, num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
-    """The decoder block of this stage's `num_layers` dense layers; ConfigError where "te" is asked for and missing."""
+def block_spec(
+    layers: Layers, experts: Experts, shape: ModelShape, numbers: Iterable[int]
+) -> TransformerBlockSubmodules:
+    """The decoder block of the layers `numbers`, counted over the model from 0, with experts where the shape has them.
+
+    ConfigError where "te" is asked for and missing.
+    """
     if layers == "te" and not runtime.has_transformer_engine():
         raise ConfigError("model.layers: 'te', but Transformer Engine or a GPU is missing here; use 'auto' or 'torch'")
-    if layers == "torch" or not runtime.has_transformer_engine():
-        layer = _torch_layer(qk_norm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    is_torch = layers == "torch" or not runtime.has_transformer_engine()
+    layer = _torch_layer if is_torch else _te_layer
+
+    def spec(number: int) -> ModuleSpec:
+        if shape.moe is None or number in shape.moe.dense_layers:
+            return layer(shape.qk_norm, None)
+        with_experts = layer(shape.qk_norm, shape.moe.num_experts)
+        return _with_grouped_experts(with_experts) if experts == "grouped" else with_experts
+
+    specs = [spec(number) for number in numbers]
+    if is_torch:
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     from megatron.core.extensions.transformer_engine import TENorm  # cannot be imported without Transformer Engine
 
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def _torch_layer(qk_norm: bool) -> ModuleSpec:
+def _te_layer(qk_norm: bool, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
+
+
+def _torch_layer(qk_norm: bool, num_experts: int | None) -> ModuleSpec:
     """Megatron's local layer with norms and core attention exchanged."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules
     attention = layer.self_attention
     norm = RMSNorm if qk_norm else IdentityOp
@@ -44,3 +67,12 @@ def _torch_layer(qk_norm: bool) -> ModuleSpec:
     )
     layer = replace(layer, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention)
     return replace(spec, submodules=layer)
+
+
+def _with_grouped_experts(spec: ModuleSpec) -> ModuleSpec:
+    mlp: Any = spec.submodules.mlp
+    if isinstance(mlp, ModuleSpec):  # megatron-core 0.16
+        mlp = replace(mlp, submodules=replace(mlp.submodules, experts=GroupedExperts))
+    else:  # 0.19 has a partial of the layer's class there
+        mlp = partial(mlp, submodules=replace(mlp.keywords["submodules"], experts=GroupedExperts))
+    return replace(spec, submodules=replace(spec.submodules, mlp=mlp))

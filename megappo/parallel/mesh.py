@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig
 from megappo.errors import ConfigError
 
@@ -25,6 +26,9 @@ class Mesh:
 
     A group is a slice of the grid: `tp_group` varies the last index, `dp_group` the middle one, `pp_group` the first;
     `model_parallel_group` is the slice of one dp index, the ranks that hold one copy of the model together.
+
+    The experts of a stage are laid over the same ranks as a grid `[expert dp, ep, etp]` (`TrainingGrid` has the ranks):
+    `etp_group` cuts each expert, `ep_group` shares the experts, `expert_dp_group` holds copies of the same ones.
     """
 
     tp: int
@@ -41,6 +45,19 @@ class Mesh:
     pp_group: ProcessGroup
     dp_group: ProcessGroup
     model_parallel_group: ProcessGroup
+    ep: int
+    etp: int
+    ep_rank: int
+    etp_rank: int
+    expert_dp_rank: int
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    expert_dp_group: ProcessGroup
+
+    @property
+    def training_grid(self) -> TrainingGrid:
+        """The same grid as arithmetic on ranks, without groups."""
+        return TrainingGrid(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, etp=self.etp)
 
     @property
     def world_group(self) -> ProcessGroup:
@@ -94,7 +111,8 @@ class Mesh:
     def __str__(self) -> str:
         """The grid, one line a pipeline stage, one bracket a TP group; this rank is starred."""
         width = len(str(self.world_size - 1))
-        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}"]
+        experts = f", experts: ep {self.ep} × etp {self.etp}" if self.ep * self.etp > 1 else ""
+        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}{experts}"]
         for stage, rows in enumerate(self.grid.tolist()):
             groups = []
             for row in rows:
@@ -124,6 +142,14 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
             f"layout.dp: {layout.dp} needs tp {layout.tp} × pp {layout.pp} × dp {layout.dp} = {model * layout.dp} "
             f"ranks, but {world_size} were started; set layout.dp={dp} or leave it out"
         )
+    experts = layout.ep * layout.expert_tp
+    if layout.tp * dp % experts:
+        valid = [size for size in range(1, layout.tp * dp + 1) if layout.tp * dp % (size * layout.expert_tp) == 0]
+        raise ConfigError(
+            f"layout.ep: {layout.ep} × etp {layout.expert_tp} = {experts} ranks a copy of the experts do not divide "
+            f"the tp {layout.tp} × dp {dp} ranks of a pipeline stage; possible with this etp: "
+            f"{', '.join(map(str, valid)) or 'none, set layout.etp to null'}"
+        )
     return dp
 
 
@@ -143,6 +169,8 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
         create_gloo_process_groups=False,
     )
@@ -163,6 +191,14 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         model_parallel_group=parallel_state.get_model_parallel_group(),
+        ep=layout.ep,
+        etp=layout.expert_tp,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
+        expert_dp_group=parallel_state.get_expert_data_parallel_group(),
     )
     _check_groups(mesh)
     return mesh
@@ -207,3 +243,27 @@ def _check_groups(mesh: Mesh) -> None:
     for name, (group, expected) in slices.items():
         ranks = dist.get_process_group_ranks(group)
         assert ranks == expected.tolist(), f"Megatron's {name} group is {ranks}, the rank grid says {expected.tolist()}"
+    _check_expert_groups(mesh)
+
+
+def _check_expert_groups(mesh: Mesh) -> None:
+    """Megatron's ranks and groups are those that `TrainingGrid` computes."""
+    grid, rank = mesh.training_grid, mesh.rank
+    places = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.expert_dp_rank, mesh.ep_rank, mesh.etp_rank)
+    computed = (
+        grid.stage(rank), grid.dp_rank(rank), grid.tp_rank(rank), grid.expert_dp_rank(rank), grid.ep_rank(rank),
+        grid.etp_rank(rank),
+    )  # fmt: skip
+    assert places == computed, f"Megatron says that this rank stands at {places}, the training grid says {computed}"
+    stage, copy, ep, etp = mesh.pp_rank, mesh.expert_dp_rank, mesh.ep_rank, mesh.etp_rank
+    slices = {
+        "expert TP": (mesh.etp_group, [grid.expert_rank(stage, copy, ep, place) for place in range(mesh.etp)]),
+        "EP": (mesh.ep_group, [grid.expert_rank(stage, copy, place, etp) for place in range(mesh.ep)]),
+        "expert DP": (
+            mesh.expert_dp_group,
+            [grid.expert_rank(stage, place, ep, etp) for place in range(grid.stage_size // (mesh.ep * mesh.etp))],
+        ),
+    }
+    for name, (group, expected) in slices.items():
+        ranks = dist.get_process_group_ranks(group)
+        assert ranks == expected, f"Megatron's {name} group is {ranks}, the training grid says {expected}"

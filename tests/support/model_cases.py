@@ -15,6 +15,10 @@ LLAMA3_ROPE = {
 
 LANGUAGE_MODELS = (*FAMILY_NAMES, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1")
 """Cases with logits, float32; the last three have one KV head, or a vocabulary that no TP size divides."""
+MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer")
+"""Cases with experts: weights of a token's experts that sum to 1; a shared expert, and weights that don't; a layer
+without experts."""
+MOE_VALUE_MODEL = "qwen3_moe_value"
 VALUE_MODEL = "llama_value"
 BF16_MODEL = "qwen2_bf16"
 
@@ -28,13 +32,17 @@ def make_models(root: Path) -> None:
         "llama_kv1_rope": lambda folder: tiny_model(folder, "llama", num_kv_heads=1, rope_parameters=LLAMA3_ROPE),
         "qwen2_vocab_131": lambda folder: tiny_model(folder, "qwen2", num_kv_heads=1, tied=True, vocab_size=131),
         "qwen3_kv1": lambda folder: tiny_model(folder, "qwen3", num_kv_heads=1, vocab_size=131),
+        "qwen3_moe": lambda folder: tiny_model(folder, "qwen3_moe", norm_topk_prob=True, max_shard_size="20KB"),
+        "qwen2_moe": lambda folder: tiny_model(folder, "qwen2_moe", tied=True),
+        "qwen3_moe_dense_layer": lambda folder: tiny_model(folder, "qwen3_moe", mlp_only_layers=[0]),
+        MOE_VALUE_MODEL: lambda folder: tiny_model(folder, "qwen3_moe", value_head=True, norm_topk_prob=True),
         VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
         BF16_MODEL: lambda folder: tiny_model(folder, "qwen2", dtype=torch.bfloat16),
     }
     for name, write in make.items():
         write(root / name)
         if name != BF16_MODEL:
-            read = _hf_values if name == VALUE_MODEL else _hf_log_probs
+            read = _hf_values if name in (VALUE_MODEL, MOE_VALUE_MODEL) else _hf_log_probs
             torch.save(read(root / name), root / name / "reference.pt")
 
 

@@ -6,8 +6,12 @@ from typing import Any, Literal
 
 import torch
 
-FamilyName = Literal["llama", "qwen2", "qwen3"]
+FamilyName = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
 FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
+"""The dense families."""
+
+# Four experts, of which a token goes to two.
+EXPERT_SETTINGS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -40,9 +44,16 @@ def tiny_model(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    if family != "qwen2":  # Qwen2's head size is hidden_size / heads
+    names = {
+        "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"
+    }  # fmt: skip
+    name = names[family]
+    if not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
         settings["head_dim"] = head_dim or hidden_size // num_heads
+    if family.endswith("_moe"):
+        settings = EXPERT_SETTINGS | settings
+    if family == "qwen2_moe":
+        settings.setdefault("shared_expert_intermediate_size", 24)
     config = getattr(transformers, f"{name}Config")(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -26,6 +26,11 @@ def read_experts(
     if top_k > num_experts:
         raise ConfigError(f"config.json: num_experts_per_tok {top_k} is more than the {num_experts} experts")
     stored = config.get("norm_topk_prob")
+    if top_k == 1 and stored:
+        raise ConfigError(
+            "config.json: norm_topk_prob with num_experts_per_tok 1 makes every expert's weight 1, so that the router "
+            "would not learn; supported: norm_topk_prob false, or more experts a token"
+        )
     return MoeShape(
         num_experts=int(num_experts),
         top_k=top_k,

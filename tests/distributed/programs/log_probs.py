@@ -1,8 +1,9 @@
 """On every layout given: log-probs and values against Hugging Face's, exports, vocab-parallel maths, and the
 collectives.
 
-`--layouts` are like `tp2`, `tp2sp`, `pp2`; all use the whole world, one after the other in one start. Rank 0 writes,
-for each layout, the largest differences; exports are left under `--exports LAYOUT/CASE` for the caller to compare.
+`--layouts` are like `tp2`, `tp2sp`, `pp2`, `tp2sp-ep2`; all use the whole world, one after the other in one start. Rank
+0 writes, for each layout, the largest differences; exports are left under `--exports LAYOUT/CASE` for the caller to
+compare. Layouts with `ep` or `etp` run the models with experts alone.
 """
 
 import argparse
@@ -24,10 +25,19 @@ from megappo.errors import DataError
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
+from megappo.models.spec import Experts
 from megappo.parallel.collectives import any_rank, broadcast_from_last_stage, gather_objects, max_over, sum_over
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.parallel.vocab import vocab_parallel_log_probs
-from tests.support.model_cases import BF16_MODEL, LANGUAGE_MODELS, VALUE_MODEL, Reference, tokens
+from tests.support.model_cases import (
+    BF16_MODEL,
+    LANGUAGE_MODELS,
+    MOE_MODELS,
+    MOE_VALUE_MODEL,
+    VALUE_MODEL,
+    Reference,
+    tokens,
+)
 
 
 def main() -> None:
@@ -48,8 +58,8 @@ def main() -> None:
 
 
 def layout(name: str) -> LayoutConfig:
-    sizes = dict(re.findall(r"(tp|pp)(\d+)", name))
-    return LayoutConfig(tp=int(sizes.get("tp", 1)), pp=int(sizes.get("pp", 1)), sequence_parallel=name.endswith("sp"))
+    sizes = {kind: int(size) for kind, size in re.findall(r"(etp|tp|pp|ep)(\d+)", name)}
+    return LayoutConfig(**sizes, sequence_parallel="sp" in name)
 
 
 def leave_groups() -> None:
@@ -61,6 +71,21 @@ def leave_groups() -> None:
 
 def check_layout(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
     """Largest absolute difference of each check, by name."""
+    differences: dict[str, float] = {}
+    for case in MOE_MODELS:
+        differences[case] = check_language_model(mesh, models / case, exports / case)
+        sequential = f"{case}, sequential"
+        differences[sequential] = check_language_model(mesh, models / case, exports / sequential, "sequential")
+    differences[MOE_VALUE_MODEL] = check_value_model(mesh, models / MOE_VALUE_MODEL, exports / MOE_VALUE_MODEL)
+    if mesh.pp == 1:
+        differences["packed experts"] = check_packed(mesh, models / "qwen3_moe")
+    if mesh.ep * mesh.etp == 1:
+        differences |= check_dense(mesh, models, exports)
+    return {name: max(gather_objects(value, dist.group.WORLD)) for name, value in differences.items()}
+
+
+def check_dense(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
+    """The dense families, and what does not depend on a model."""
     differences: dict[str, float] = {}
     for case in LANGUAGE_MODELS:
         differences[case] = check_language_model(mesh, models / case, exports / case)
@@ -75,12 +100,12 @@ def check_layout(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
         differences["packed"] = check_packed(mesh, models / "qwen3")
     check_collectives(mesh)
     check_refusals(mesh, models, exports)
-    return {name: max(gather_objects(value, dist.group.WORLD)) for name, value in differences.items()}
+    return differences
 
 
-def check_language_model(mesh: Mesh, folder: Path, export: Path) -> float:
+def check_language_model(mesh: Mesh, folder: Path, export: Path, experts: Experts = "grouped") -> float:
     spec = read_model(folder)
-    model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm")
+    model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm", experts=experts)
     import_hf(model, spec, mesh)
     logits = forward(model.eval(), mesh)
     batch, length = tokens().shape
