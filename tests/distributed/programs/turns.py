@@ -1,0 +1,182 @@
+"""Turns between training and generation, and the check of a switch, with the product's own wiring on one layout a run.
+
+Rank 0 writes what all ranks saw; what is right is not here.
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megappo.config.load import load_experiment
+from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
+from megappo.errors import WeightSwitchError
+from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.build import build_ppo
+from megappo.trainer.ppo import PPOTrainer
+from megappo.trainer.weight_switch import WeightSwitch
+
+TENSOR = "decoder.layers.1.self_attention.linear_proj.weight"
+
+
+class Watched:
+    """An engine that writes down what it is asked for."""
+
+    def __init__(self, engine: RolloutEngine, diary: list[str]) -> None:
+        self.engine = engine
+        self.replicas = engine.replicas
+        self.diary = diary
+
+    def sync_weights(self) -> SyncReport:
+        self.diary.append("sync")
+        return self.engine.sync_weights()
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Completion]:
+        self.diary.append(f"generate {sampling.max_tokens}")
+        return self.engine.generate(requests, sampling, progress)
+
+    def release(self) -> None:
+        self.diary.append("release")
+        self.engine.release()
+
+    def close(self) -> None:
+        self.diary.append("close")
+        self.engine.close()
+
+
+class Wrong(Watched):
+    """An engine that holds another tensor than the trainer, on `rank` alone, after its first `times` syncs."""
+
+    def __init__(self, engine: RolloutEngine, diary: list[str], model: torch.nn.Module, times: int, rank: int) -> None:
+        super().__init__(engine, diary)
+        self.parameter = dict(model.named_parameters())[TENSOR]
+        self.times = times
+        self.is_here = dist.get_rank() == rank
+
+    def sync_weights(self) -> SyncReport:
+        self.times -= 1
+        return super().sync_weights()
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.is_here and self.times >= 0
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Completion]:
+        with self.replaced() if self.is_wrong else contextlib.nullcontext():
+            return super().generate(requests, sampling, progress)
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        kept = self.parameter.detach().clone()
+        self.parameter.data.mul_(-3)
+        try:
+            yield
+        finally:
+            self.parameter.data.copy_(kept)
+
+    def worst_tensor(self) -> str | None:
+        return f"{TENSOR} (made wrong)" if self.is_wrong else None
+
+
+def whole_run(trainer: PPOTrainer) -> list[str]:
+    """The diary of a run of two steps with evaluations, and of its end."""
+    diary: list[str] = []
+    trainer.rollout.engine = Watched(trainer.rollout.engine, diary)  # type: ignore[assignment]
+    score, close = trainer.reward.score, trainer.reward.close
+    update = trainer.actor.update
+
+    def noted(note: str, call: Any) -> Any:
+        def noting(*arguments: Any) -> Any:
+            diary.append(note)
+            return call(*arguments)
+
+        return noting
+
+    trainer.reward.score = noted("score", score)  # type: ignore[method-assign]
+    trainer.reward.close = noted("close rewards", close)  # type: ignore[method-assign]
+    trainer.actor.update = noted("update", update)  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    return diary
+
+
+def switches(trainer: PPOTrainer, mesh: Mesh, times: int, check_every: int, steps: int) -> dict[str, Any]:
+    """Metrics and diary of switches at steps 1, 2, … with an engine that is wrong `times` times on the last rank."""
+    diary: list[str] = []
+    engine, model = trainer.rollout.engine, trainer.actor.engine.model.module
+    trainer.rollout.engine = Wrong(engine, diary, model, times, mesh.world_size - 1)  # type: ignore[assignment]
+    switch = WeightSwitch(trainer.rollout, trainer.actor, trainer.prompts, mesh, check_every=check_every, limit=1e-3)
+    metrics: list[dict[str, float]] = []
+    error = None
+    try:
+        for step in range(1, steps + 1):
+            metrics.append(switch.to_rollout(step))
+            switch.to_training()
+    except WeightSwitchError as mistake:
+        error = str(mistake)
+    trainer.rollout.engine = engine
+    return {"metrics": metrics, "diary": diary, "error": error}
+
+
+def samples(trainer: PPOTrainer, mesh: Mesh) -> list[list[Any]]:
+    """(position, token ids, log-probs, text) of this rank's part of a step."""
+    positions = trainer.plan.positions_of(mesh.dp_rank)
+    prompts = [trainer.prompts[row] for row in (3, 1, 7, 5)]
+    trainer.rollout.sync_weights()
+    drawn = trainer.rollout.generate(prompts, positions, 4)
+    trainer.rollout.release()
+    return [
+        [sample.position, list(sample.response_ids), list(sample.rollout_log_probs), sample.text] for sample in drawn
+    ]
+
+
+def run_layout(config_file: str, overrides: list[str], run_dir: Path) -> dict[str, Any]:
+    config = load_experiment(config_file, [*overrides, f"trainer.run_dir={run_dir}"])
+    mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
+    trainer = build_ppo(config, mesh)
+    result: dict[str, Any] = {"engine": type(trainer.rollout.engine).__name__, "samples": samples(trainer, mesh)}
+    native = result["engine"] == "NativeRolloutEngine"
+    if native:
+        result["right"] = switches(trainer, mesh, times=0, check_every=2, steps=4)
+        result["first only"] = switches(trainer, mesh, times=0, check_every=0, steps=4)
+        result["wrong once"] = switches(trainer, mesh, times=1, check_every=2, steps=2)
+        result["wrong always"] = switches(trainer, mesh, times=9, check_every=2, steps=2)
+    result["run"] = whole_run(trainer)
+    parallel_state.destroy_model_parallel()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layouts", nargs="+", required=True, help="NAME=override,override …")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = {}
+    for layout in arguments.layouts:
+        name, _, overrides = layout.partition("=")
+        own = run_layout(arguments.config, overrides.split(",") if overrides else [], arguments.folder / name)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        results[name] = everyone
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(results))
+    stop_mesh()
+
+
+if __name__ == "__main__":
+    main()
