@@ -10,8 +10,9 @@ from megappo.config.base import Section
 class RolloutConfig(Section):
     """The generation engine and the sampling of training responses."""
 
-    engine: Literal["native"] = "native"
-    """`native` decodes with a KV cache on the training shards themselves."""
+    engine: Literal["native", "vllm"] = "native"
+    """`native` decodes with a KV cache on the training shards themselves; `vllm` in an engine of its own on the same
+    ranks."""
     n: int = Field(1, ge=1)
     """Responses for each prompt."""
     temperature: float = Field(1.0, gt=0)
@@ -23,7 +24,27 @@ class RolloutConfig(Section):
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that a replica decodes at once."""
     max_num_batched_tokens: int = Field(8192, ge=1)
-    """Prompt tokens of one prefill forward."""
+    """Prompt tokens of one prefill forward; with vLLM, all tokens of one forward."""
+    tensor_model_parallel_size: int | None = Field(None, ge=1)
+    """Ranks that generate together; null is `layout.tp`."""
+    max_model_len: int | None = Field(None, ge=2)
+    """vLLM's longest sequence, in tokens; null is `data.max_prompt_length` + `data.max_response_length`."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of a GPU's memory that vLLM fills with its weights and KV cache while it generates. On CPU the cache has
+    VLLM_CPU_KVCACHE_SPACE GiB, 1 unless set."""
+    free_cache_engine: bool = True
+    """Give that memory back to training between generations (vLLM's sleep mode); false keeps it, and saves the time."""
+    enforce_eager: bool = False
+    """vLLM without CUDA graphs and compilation: starts in a quarter of the time and generates at half the speed."""
+    enable_prefix_caching: bool = True
+    """vLLM computes a common start of prompts once; the cache is emptied whenever weights change."""
+    enable_chunked_prefill: bool = True
+    """vLLM cuts long prompts to fit `max_num_batched_tokens`; false needs it to be at least `max_model_len`."""
+    enable_expert_parallel: bool | None = None
+    """vLLM keeps whole experts on a rank instead of a part of each; null is true on GPUs where `layout.ep` > 1. vLLM
+    can't on CPU."""
+    quantization: Literal["fp8"] | None = None
+    """vLLM generates with weights rounded to 8 bits; its log-probs then differ from the trainer's."""
 
 
 class EvaluationSampling(Section):

@@ -104,7 +104,7 @@ class _Stream:
             self._count(
                 parameter.rule.weight_class, shard.nbytes * (group.size() - 1), shard.nbytes * (group.size() - 1)
             )
-        tensors = dict(assembled(parameter.rule, shards, self._weight_map))
+        tensors = dict(assembled(parameter.rule, shards, self._weight_map, self._mesh.device))
         self._watch(list(tensors.values()))
         return tensors
 

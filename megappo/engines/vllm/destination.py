@@ -13,7 +13,7 @@ _DEEPER = (".mlp.experts.", ".mlp.experts.routed_experts.")
 
 
 class VLLMDestination:
-    """Finds parameters by name anew each time: vLLM replaces Parameter objects after loading (0.20.2), not their memory.
+    """Finds parameters by name anew each time: vLLM replaces Parameter objects after loading (0.20.2), in place.
 
     Memory that is written to must stay where it is between switches; vLLM's sleep mode keeps addresses.
     """

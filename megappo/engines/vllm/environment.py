@@ -1,0 +1,55 @@
+"""What vLLM needs of a process, and what it must not change there. Imports vllm only when asked to."""
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+
+from megappo.errors import ConfigError
+
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank's own process
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+_VARIABLES_ON_CPU = {
+    "TORCH_COMPILE_DISABLE": "1",  # 0.32.0 would compile for 22 s at the first generation
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share the cores; torchrun says how many threads each has
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+def prepare_environment() -> None:
+    """Sets vLLM's variables where they are not set; before vllm is first imported. ConfigError where it is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine: 'vllm' is not installed here; pip install '.[vllm]' on a GPU machine, make setup-vllm on "
+            "a CPU, or set it to native"
+        )
+    for name, value in (_VARIABLES | (_VARIABLES_ON_CPU if runtime.on_cpu else {})).items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """While inside, vLLM may seed and draw as it likes; afterwards, also after an error, random numbers go on as if it
+    had not been there. Its CPU worker also takes `torch.set_num_threads` away (0.32.0): that comes back."""
+    python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = None if runtime.on_cpu else torch.cuda.get_rng_state()
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)
+        torch.set_rng_state(torchs)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        torch.set_num_threads = set_num_threads

@@ -1,0 +1,85 @@
+"""Requests into a vLLM engine, and completions out of it, step by step."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
+from megappo.errors import ConfigError
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM takes smaller ones but 0 for this one (0.20.2, 0.32.0)."""
+
+
+def check_sampling(sampling: SamplingParams, has_tokenizer: bool) -> None:
+    """ConfigError for sampling that this engine would not do as it says."""
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise ConfigError(
+            f"sampling temperature: {sampling.temperature!r} is below {LEAST_TEMPERATURE}, the least that vLLM samples "
+            "at; set it to 0 (greedy), or to that"
+        )
+    if sampling.stop and not has_tokenizer:
+        raise ConfigError(
+            f"sampling stop: {list(sampling.stop)!r} needs vLLM's tokenizer, which is loaded where rollout.stop is "
+            "set; set it there"
+        )
+
+
+def generate(
+    engine: Any,
+    requests: Sequence[GenerationRequest],
+    sampling: SamplingParams,
+    eos_ids: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    progress: Progress | None,
+) -> list[Completion]:
+    """Completions in the order of the requests, from a vLLM `LLMEngine` without any others."""
+    completions: dict[int, Completion] = {}
+    engine_ids: list[str] = []
+    try:
+        for index, request in enumerate(requests):
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
+            parameters = vllm_sampling(sampling, request.noise_key, eos_ids)
+            engine_ids.append(engine.add_request(str(index), prompt, parameters))
+        while engine.has_unfinished_requests():
+            finished = [output for output in engine.step() if output.finished]
+            completions |= {int(output.request_id): completion(output, decode) for output in finished}
+            if finished and progress is not None:
+                progress(len(completions), len(requests))
+    finally:
+        if len(completions) < len(requests):  # after an error: the next call must not find them
+            engine.abort_request(engine_ids, internal=True)
+    return [completions[index] for index in range(len(requests))]
+
+
+def vllm_sampling(sampling: SamplingParams, noise_key: int, eos_ids: Sequence[int]) -> Any:
+    """vLLM's parameters of one request. End tokens are ours, not those that vLLM finds in the model's folder."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    return vllm.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=noise_key,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}),
+        ignore_eos=True,
+        logprobs=0,  # of the sampled token alone
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(output: Any, decode: Callable[[Sequence[int]], str]) -> Completion:
+    """From vLLM's output of a finished request. Raises FloatingPointError where the model computed no numbers."""
+    (response,) = output.outputs
+    assert response.finish_reason in ("stop", "length"), f"vLLM ended a request with {response.finish_reason!r}"
+    token_ids = tuple(response.token_ids)
+    log_probs = tuple(at[token_id].logprob for at, token_id in zip(response.logprobs, token_ids, strict=True))
+    if not all(map(isfinite, log_probs)):
+        raise FloatingPointError(
+            f"the model's logits for request {output.request_id} are not finite: its weights are broken"
+        )
+    return Completion(token_ids, log_probs, decode(token_ids), response.finish_reason)

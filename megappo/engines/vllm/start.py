@@ -1,0 +1,98 @@
+"""Starts a vLLM engine among the ranks of a torchrun world, from a configuration. Says what it can't do before."""
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megappo.config.grid import GenerationGrid
+from megappo.config.rollout import RolloutConfig
+from megappo.engines.vllm.environment import prepare_environment
+from megappo.engines.vllm.patches import starting
+from megappo.engines.vllm.transfer import register_loader
+from megappo.errors import ConfigError
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.collectives import broadcast_object
+from megappo.parallel.mesh import Mesh
+
+LOAD_FORMAT = "megappo"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes that vLLM's attention on CPUs has kernels for (0.32.0)."""
+
+
+def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> None:
+    """ConfigError for what vLLM can't do here, with what can be done instead."""
+    prepare_environment()
+    shape = spec.shape
+    if max_model_len > shape.max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len: {max_model_len} tokens are more than the {shape.max_positions} positions of "
+            f"{spec.folder}; shorten data.max_prompt_length or data.max_response_length"
+        )
+    if not runtime.on_cpu:
+        return
+    if config.enable_expert_parallel:
+        raise ConfigError(
+            "rollout.enable_expert_parallel: true ends the process in vLLM on a CPU; set it to false or leave it out"
+        )
+    if shape.head_dim not in CPU_HEAD_DIMS:
+        raise ConfigError(
+            f"rollout.engine: vllm has no attention on a CPU for heads of {shape.head_dim} ({spec.folder}), only for "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}; set it to native"
+        )
+
+
+def start_engine(
+    config: RolloutConfig,
+    spec: ModelSpec,
+    mesh: Mesh,
+    grid: GenerationGrid,
+    load: Callable[[nn.Module], None],
+    *,
+    dtype: torch.dtype,
+    tokenizer_folder: str | Path,
+    max_model_len: int,
+    seed: int,
+) -> Any:
+    """This rank's `vllm.LLM`, in the replica that `grid` says, its model filled by `load`. All ranks call it."""
+    from vllm import LLM
+
+    register_loader(LOAD_FORMAT, load)
+    token = broadcast_object(uuid.uuid4().hex[:12] if mesh.is_writer else None, mesh.world_group, 0)
+    with starting(grid.groups, token):
+        return LLM(
+            str(spec.folder),
+            tokenizer=str(tokenizer_folder),
+            skip_tokenizer_init=not config.stop,
+            load_format=LOAD_FORMAT,
+            generation_config="vllm",  # not the sampling defaults of the model's folder
+            dtype=dtype,
+            quantization=config.quantization,
+            seed=seed,
+            distributed_executor_backend="external_launcher",
+            tensor_parallel_size=grid.tp,
+            enable_expert_parallel=_expert_parallel(config, mesh, spec),
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enforce_eager=config.enforce_eager or runtime.on_cpu,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_sleep_mode=config.free_cache_engine and not runtime.on_cpu,
+            # Each rank of a replica schedules alone and has to come to the same; asynchronously, 0.20.2 asks the clock.
+            async_scheduling=False if grid.tp > 1 else None,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+        )
+
+
+def _expert_parallel(config: RolloutConfig, mesh: Mesh, spec: ModelSpec) -> bool:
+    if config.enable_expert_parallel is not None:
+        return config.enable_expert_parallel
+    return not runtime.on_cpu and mesh.ep > 1 and spec.shape.moe is not None

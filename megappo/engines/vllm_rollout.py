@@ -1,0 +1,139 @@
+"""The vLLM rollout engine: vLLM in the ranks of training, which it takes turns with. Its parts are in `vllm/`.
+
+A replica is one vLLM engine a rank of it, all given the same requests (vLLM's external launcher).
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megappo.config.grid import GenerationGrid
+from megappo.config.rollout import RolloutConfig
+from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
+from megappo.engines.requests import check_requests
+from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.engines.vllm.environment import process_state_kept
+from megappo.engines.vllm.generation import check_sampling, generate
+from megappo.engines.vllm.memory import EngineMemory, used_bytes
+from megappo.engines.vllm.patches import default_group_kept
+from megappo.engines.vllm.start import check_engine, start_engine
+from megappo.engines.vllm.transfer import LoadTransfer
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.mesh import Mesh
+
+
+class VLLMRolloutEngine:
+    """`RolloutEngine` on vLLM, beside this rank's stage and shard of a GPTModel, in Megatron's wrappers or not.
+
+    `decode` turns token ids into text without special tokens; `eos_ids` end a response. `max_model_len` is the longest
+    sequence where the configuration has none. All ranks of the world make it together, one engine a process at a time.
+    Raises ConfigError where vLLM is missing or can't do what is asked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        mesh: Mesh,
+        config: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        decode: Callable[[Sequence[int]], str],
+        eos_ids: Sequence[int],
+        tokenizer_folder: str | Path,
+        max_model_len: int,
+        weights: Literal["auto", "direct", "load"],
+        seed: int,
+    ) -> None:
+        self._grid = GenerationGrid(mesh.training_grid, config.tensor_model_parallel_size or mesh.tp)
+        self._max_model_len = config.max_model_len or max_model_len
+        check_engine(config, spec, self._max_model_len)
+        self._wrapped = model
+        self._vocab_size = spec.shape.vocab_size
+        self._decode = decode
+        self._eos_ids = tuple(eos_ids)
+        self._has_tokenizer = bool(config.stop)
+        self._transfer = LoadTransfer(unwrapped(model), spec, mesh)
+        used_before_start = used_bytes()
+        with process_state_kept():
+            self._llm: Any = start_engine(
+                config,
+                spec,
+                mesh,
+                self._grid,
+                self._transfer.load,
+                dtype=dtype,
+                tokenizer_folder=tokenizer_folder,
+                max_model_len=self._max_model_len,
+                seed=seed,
+            )
+            self._memory = EngineMemory(
+                self._llm,
+                sleeps=config.free_cache_engine,
+                level=self._transfer.sleep_level,
+                used_before_start=used_before_start,
+            )
+        self._has_turn = False
+
+    @property
+    def replicas(self) -> Replicas:
+        """Groups of ranks strided over the training layout, as `GenerationGrid` says."""
+        return Replicas(self._grid.groups)
+
+    def sync_weights(self) -> SyncReport:
+        """Wakes the engine and makes the training weights of this moment its own; every rank of the world calls it.
+
+        The cache comes last, so that it is not there while a transfer takes memory. With an overlapped parameter gather
+        the optimizer leaves weights stale until the next forward: it is forced.
+        """
+        start = time.perf_counter()
+        finish_parameter_gather(self._wrapped)
+        with process_state_kept():
+            self._memory.wake_weights()
+            (moved,) = self._llm.collective_rpc(lambda worker: self._transfer.transfer(worker.get_model(), worker))
+            self._memory.wake_cache()
+            was_reset = self._llm.reset_prefix_cache()
+        assert was_reset, "vLLM still computes something, and its cache can't be emptied"
+        self._has_turn = True
+        return SyncReport(
+            bytes_aliased=moved.aliased,
+            bytes_copied=moved.copied,
+            bytes_sent=moved.sent,
+            seconds=time.perf_counter() - start,
+            bytes_received=moved.received,
+            peak_bytes=moved.peak_bytes,
+            held=self._memory.held,
+        )
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Completion]:
+        """Completions in the order of `requests`, the same on every rank of the replica; between `sync_weights` and
+        `release` only, for vLLM hangs when it is asked in its sleep.
+
+        Replicas may be given different requests. Raises DataError or ConfigError, before anything runs, for requests
+        that can't be answered.
+        """
+        assert self._has_turn, "generate was called while training has its turn; call sync_weights first"
+        check_requests(requests, sampling, self._vocab_size, self._max_model_len)
+        check_sampling(sampling, self._has_tokenizer)
+        with process_state_kept():
+            return generate(self._llm.llm_engine, requests, sampling, self._eos_ids, self._decode, progress)
+
+    def release(self) -> None:
+        """Puts the engine to sleep, which frees its cache, and its weights where they are not training's."""
+        self._has_turn = False
+        with process_state_kept():
+            self._memory.sleep()
+
+    def close(self) -> None:
+        """Ends vLLM with its process groups; torch's default group and Megatron's groups stay."""
+        self._has_turn = False
+        with process_state_kept(), default_group_kept():
+            self._llm.llm_engine.engine_core.shutdown()
