@@ -34,8 +34,8 @@ class ComparesTensors(Protocol):
 class WeightSwitch:
     """Gives the turn to the rollout engine and back. Every method is a collective call over the world.
 
-    The first switch is checked, and one every `check_every` steps after: a few of the run's prompts are answered by
-    the engine, and its log-probs compared with those of the training shards. `limit` bounds the mean |difference|.
+    The first switch is checked, and one every `check_every` steps: a few of the run's prompts are answered by the
+    engine, and its log-probs compared with those of the training shards. `limit` bounds the mean |difference|.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightSwitch:
         self._mesh = mesh
         self._check_every = check_every
         self._limit = limit
-        self._last_check: int | None = None
+        self._is_first = True
 
     def to_rollout(self, step: int) -> dict[str, float]:
         """Makes the weights of this moment the engine's; returns the metrics `hybrid/…`.
@@ -62,8 +62,8 @@ class WeightSwitch:
         Raises WeightSwitchError where the engine still computes something else after the weights were sent twice.
         """
         metrics = sync_metrics(self._rollout.sync_weights(), self._mesh)
-        if self._is_due(step):
-            self._last_check = step
+        if self._is_first or self._is_due(step):
+            self._is_first = False
             metrics |= self._check(step)
         return metrics
 
@@ -71,9 +71,8 @@ class WeightSwitch:
         self._rollout.release()
 
     def _is_due(self, step: int) -> bool:
-        if self._last_check is None:
-            return True
-        return self._check_every > 0 and step - self._last_check >= self._check_every
+        """By the step's number, so that a resumed run checks where it would have without the break."""
+        return self._check_every > 0 and (step - 1) % self._check_every == 0
 
     def _check(self, step: int) -> dict[str, float]:
         found = self._probe(step)

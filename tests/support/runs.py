@@ -128,7 +128,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def learning(run: Path, after: int = 0) -> list[dict[str, Any]]:
-    """The metrics of the steps after `after` without those that a clock or the memory makes."""
+    """The metrics of the steps after `after` without those that a clock or the memory makes, and without the check of
+    the switch, which the first step of every process has."""
     return [
         {name: value for name, value in line.items() if not _is_measured(name)}
         for line in metrics(run)
@@ -142,4 +143,5 @@ def status(run: Path) -> dict[str, Any]:
 
 
 def _is_measured(name: str) -> bool:
-    return name.startswith(("wall_time", "time/", "perf/")) or "seconds" in name or "tokens_per_second" in name
+    measured = ("wall_time", "time/", "perf/", "hybrid/held", "hybrid/peak", "hybrid/probe")
+    return name.startswith(measured) or "seconds" in name or "tokens_per_second" in name
