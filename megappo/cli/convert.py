@@ -20,6 +20,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Refuses what can't be converted, then converts on ranks of its own. Raises UserError."""
     check_layout("--from", arguments.source, arguments.tp, arguments.pp)
     target = Path(arguments.target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -22,6 +22,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Refuses an experiment without held-out prompts or a model, then scores on ranks. Raises UserError."""
     loaded = read_arguments(arguments)
     num_ranks = world_size(loaded, arguments.nproc)
     refuse_unsound(loaded, num_ranks)

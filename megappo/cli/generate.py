@@ -34,6 +34,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Reads prompts and options, then generates on ranks of its own. Raises UserError."""
     check_layout("--model", arguments.model, arguments.tp, arguments.pp)
     prompts = tuple(arguments.prompt) if arguments.prompt else read_prompts(Path(arguments.prompts))
     try:

@@ -14,5 +14,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Prints the experiment; nothing is checked but names and types. Raises ConfigError."""
     print(to_yaml(read_arguments(arguments).config), end="")
     return ExitCode.DONE

@@ -21,6 +21,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Checks the experiment, makes its folder, and runs it on ranks; returns what they end with. Raises UserError."""
     loaded = read_arguments(arguments, *(["trainer.resume=auto"] if arguments.resume else []))
     num_ranks = world_size(loaded, arguments.nproc)
     refuse_unsound(loaded, num_ranks)

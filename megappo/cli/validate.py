@@ -18,6 +18,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
+    """Raises UserError with every mistake; prints the split of the batches where there is none."""
     loaded = read_arguments(arguments)
     refuse_unsound(loaded, arguments.nproc)
     dp = data_parallel_size(loaded.config, arguments.nproc)

@@ -24,6 +24,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 LEAVING_SECONDS = 2.0
 
+_log = logging.getLogger(__name__)
+
 
 def main(arguments: list[str]) -> ExitCode:
     """Runs the request that the launcher wrote."""
@@ -60,8 +62,8 @@ def _close_in_time(at_end: ExitStack) -> None:
     def close() -> None:
         try:
             at_end.close()
-        except Exception:  # the failure before it is the one to tell
-            logging.getLogger(__name__).exception("closing after a failure has failed too")
+        except Exception:  # noqa: BLE001  the failure before it is the one to tell
+            _log.info("closing after a failure has failed too", exc_info=True)
 
     closing = threading.Thread(target=close, daemon=True)
     closing.start()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 
 from megappo.config.experiment import ExperimentConfig
@@ -89,8 +87,8 @@ def _vllm_engine(
         dtype=DTYPES[config.model.dtype],
         decode=tokenizer.decode,
         eos_ids=tokenizer.eos_ids,
-        tokenizer_folder=Path(config.model.tokenizer_folder),
-        max_model_len=config.rollout.max_model_len or config.max_length,
+        tokenizer_folder=config.model.tokenizer_folder,
+        max_model_len=config.max_length,
         weights=config.hybrid.weights,
         seed=config.trainer.seed,
     )

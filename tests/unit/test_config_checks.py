@@ -41,6 +41,10 @@ def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
         (["layout.tp=5"], "error layout.tp: 5: does not divide the 12 attention heads (3 KV heads) of"),
         (["layout.tp=4"], "nearest that can: 3 or 6"),  # 12 heads divide, 3 KV heads neither divide nor are divided
         (["layout.pp=4"], "error layout.pp: 4: does not divide the 6 layers of"),
+        (["layout.tp=3", "rollout.tensor_model_parallel_size=2"], "error rollout.tensor_model_parallel_size: 2: replicas of 2 ranks can't be laid over tp 3 · pp 1 · dp 1 without cutting a shard unevenly; possible: 1, 3"),
+        (["layout.dp=2", "rollout.tensor_model_parallel_size=4"], "error rollout.tensor_model_parallel_size: 4: replicas of 4 ranks can't be laid over tp 1 · pp 1 · dp 2 without cutting a shard unevenly; possible: 1, 2"),
+        (["layout.dp=4", "actor.ppo_mini_batch_size=12", "rollout.tensor_model_parallel_size=4"], "error rollout.tensor_model_parallel_size: 4: does not divide the 12 attention heads (3 KV heads) of"),
+        (["hybrid.weights=load"], 'warning hybrid.weights: "load": does nothing, for rollout.engine is native, which always takes the shards; leave it out'),
         (["data.max_response_length=49"], "error data.max_response_length: 49: with data.max_prompt_length 16 a sequence has 65 tokens"),
         (["data.max_response_length=49"], "at most 48"),
         (["data.train_files=[nowhere/a.jsonl]"], 'error data.train_files.0: "nowhere/a.jsonl": there is no folder nowhere; give a JSONL'),
@@ -155,3 +159,26 @@ def test_errors_come_before_warnings_and_raise_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 mistakes[\s\S]*layout.tp: 5[\s\S]*layout.pp: 4") as caught:
         require_sound(config)
     assert "adaptive" not in str(caught.value)
+
+
+def test_generation_sizes_that_depend_on_dp_wait_until_it_is_known(tmp_path: Path) -> None:
+    overrides = ["rollout.tensor_model_parallel_size=3", "actor.ppo_mini_batch_size=12"]
+    assert found(tmp_path, *overrides) == []
+    assert found(tmp_path, *overrides, world_size=3) == []
+    (problem,) = found(tmp_path, *overrides, world_size=2)
+    assert "replicas of 3 ranks can't be laid over tp 1 · pp 1 · dp 2" in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "own"),
+    [
+        ([], False),
+        (["layout.tp=3", "rollout.tensor_model_parallel_size=3"], False),
+        (["layout.tp=3", "rollout.tensor_model_parallel_size=1"], True),
+        (["layout.pp=2"], False),
+        (["layout.pp=2", "rollout.tensor_model_parallel_size=1"], True),
+        (["layout.ep=2", "layout.dp=2"], True),
+    ],
+)
+def test_when_the_native_engine_needs_a_layout_of_its_own(overrides: list[str], own: bool, tmp_path: Path) -> None:
+    assert small_experiment(tmp_path, *overrides).generates_in_own_layout is own

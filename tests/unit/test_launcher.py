@@ -106,6 +106,32 @@ rank.run_rank(ConvertRequest.model_validate_json({request!r}))
     assert code == ExitCode.FAILED and "a damaged checkpoint" in told and "gave no reason" not in told
 
 
+def test_engines_are_closed_once_the_failure_is_told(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also where closing fails too; closing that waits for peers that are gone is left after two seconds."""
+    request = ConvertRequest(source="a", target=str(tmp_path / "b")).model_dump_json()
+    body = f"""
+from megappo.config.requests import ConvertRequest
+from megappo.launcher import rank as program
+from megappo.launcher.failure import *
+def close():
+    told = read_failure(Path(os.environ[FAILURE_DIR]))
+    Path(r"{tmp_path}", f"closed-{{rank}}").write_text(told.message)
+    if rank == 0:
+        raise RuntimeError("closing failed")
+    time.sleep(60)
+def dispatch(request, at_end):
+    at_end.callback(close)
+    raise ValueError("the cause")
+program._dispatch = dispatch
+program.run_rank(ConvertRequest.model_validate_json({request!r}))
+"""
+    code, seconds = run(body, num_ranks=2)
+    told = capfd.readouterr().err
+    assert code == ExitCode.FAILED and told.count("Traceback") == 1 and "the cause" in told
+    assert [(tmp_path / f"closed-{rank}").read_text() for rank in range(2)] == ["the cause"] * 2
+    assert seconds < 30
+
+
 def test_stopped_after_saving() -> None:
     assert run("sys.exit(75)")[0] is ExitCode.STOPPED_AFTER_SAVING
 
