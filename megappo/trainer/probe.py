@@ -67,7 +67,7 @@ def probe(rollout: RolloutWorker, actor: ActorWorker, prompts: Sequence[Prompt],
 def compare(samples: Sequence[RolloutSample], trainer: Tensor, mesh: Mesh) -> Probe:
     """`trainer` holds the log-probs of the samples' response tokens, flat. A collective call over the world."""
     engine = torch.tensor([value for sample in samples for value in sample.rollout_log_probs], dtype=torch.float64)
-    differences = (trainer.double() - engine).abs().nan_to_num(nan=float("inf"))
+    differences = (trainer.double() - engine).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     assert len(differences), "every rank has a response of at least one token"
     local = torch.tensor([float(differences.sum()), len(differences)], dtype=torch.float64)
     total, count = sum_over(mesh.world_group, mesh.device)(local).tolist()

@@ -63,3 +63,18 @@ def test_progress_counts_over_all(results: dict[str, Any]) -> None:
         if case != "tp2 dp2, own groups":
             for rank in results[case]["ranks"]:
                 assert rank["16 run"]["progress"] == [[48, 48]], case
+
+
+def test_metrics_of_a_switch_sum_what_moved_and_take_the_most_of_what_is_held(results: dict[str, Any]) -> None:
+    """Four ranks with 1, 2, 3 and 4 times the number: 10 times it in all, 4 times it at most."""
+    assert results["switch metrics"] == {
+        "hybrid/bytes_aliased": 10,
+        "hybrid/bytes_copied": 100,
+        "hybrid/bytes_sent": 1000,
+        "hybrid/bytes_received": 10_000,
+        "hybrid/seconds": 1.0,
+        "hybrid/peak_bytes": 40_000,
+        "hybrid/held_asleep_bytes": 400_000,
+        "hybrid/held_weights_bytes": 4_000_000,
+        "hybrid/held_awake_bytes": 40_000_000,
+    }

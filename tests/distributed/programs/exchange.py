@@ -18,11 +18,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megappo.config.layout import LayoutConfig
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams
+from megappo.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    HeldBytes,
+    Progress,
+    Replicas,
+    SamplingParams,
+    SyncReport,
+)
 from megappo.errors import DataError, UserError
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.workers.rollout import RolloutWorker
+from megappo.trainer.experience_metrics import sync_metrics
+from megappo.workers.rollout import RolloutWorker, noise_key
 
 CASES = {
     "tp2 dp2, own groups": (2, 1, [[0, 1], [2, 3]]),
@@ -116,10 +125,24 @@ def run_case(mesh: Mesh, replicas: Replicas, received: list[int]) -> dict[str, A
     return results
 
 
+def switch_metrics(mesh: Mesh) -> dict[str, float]:
+    """Of a switch in which each rank has numbers of its own: rank + 1 times 1, 10, 100, …"""
+    factor = mesh.rank + 1
+    aliased, copied, sent, received, peak, asleep, weights, awake = (factor * 10**place for place in range(8))
+    report = SyncReport(
+        bytes_aliased=aliased,
+        bytes_copied=copied,
+        bytes_sent=sent,
+        bytes_received=received,
+        seconds=factor / 4,
+        peak_bytes=peak,
+        held=HeldBytes(asleep, weights, awake),
+    )
+    return sync_metrics(report, mesh)
+
+
 def is_right(sample: RolloutSample, prompts: Sequence[Prompt], replicas: Replicas) -> bool:
     """Whether the sample is, to the bit, what its request gives."""
-    from megappo.workers.rollout import noise_key
-
     prompt = prompts[sample.position // NUM_SAMPLES]
     expected = response(GenerationRequest(prompt.token_ids, noise_key(5, 9, sample.position)), 40)
     return (
@@ -154,6 +177,7 @@ def main() -> None:
         everyone: list[Any] = [None] * 4
         dist.all_gather_object(everyone, run_case(mesh, replicas, received))
         results[name] = {"groups": groups, "grid": mesh.grid.tolist(), "ranks": everyone}
+        results["switch metrics"] = switch_metrics(mesh)
         # The default group stays: torchrun's store does not take a second one with the same names.
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
