@@ -15,7 +15,7 @@ from megappo.engines.hybrid.account import Account
 from megappo.engines.hybrid.execute import Moved, Switch, Views
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.measure import measured_account
-from megappo.engines.hybrid.plan import Planner, Transfer
+from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target
 from megappo.engines.hybrid.weights import GenerationWeights
@@ -119,7 +119,7 @@ class HybridTransfer:
             kinds,
             grid.training,
             self._targets,
-            num_layers=spec.shape.num_layers,
+            layers_of_stages=even_stages(spec.shape.num_layers, grid.training.pp),
             element_bytes=self._dtype.itemsize,
             bucket_bytes=bucket_bytes,
             generation_tp=grid.tp,

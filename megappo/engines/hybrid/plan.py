@@ -96,8 +96,9 @@ class _Part:
 class Planner:
     """Plans for the ranks of one training grid and the generation engine that `targets` describes.
 
-    `element_bytes` is the size of an element, `bucket_bytes` what a rank receives at once at most (a bucket holds at
-    least one row, or one expert). `grouped_experts`: training holds the experts of a layer in one parameter.
+    `layers_of_stages`: how many layers each pipeline stage holds. `element_bytes` is the size of an element,
+    `bucket_bytes` what a rank receives at once at most (a bucket holds at least one row, or one expert).
+    `grouped_experts`: training holds the experts of a layer in one parameter.
     """
 
     def __init__(
@@ -106,19 +107,19 @@ class Planner:
         training: TrainingGrid,
         targets: EngineTargets,
         *,
-        num_layers: int,
+        layers_of_stages: Sequence[int],
         element_bytes: int,
         bucket_bytes: int,
         generation_tp: int,
         grouped_experts: bool = True,
     ) -> None:
-        assert num_layers % training.pp == 0, f"{num_layers} layers do not divide over {training.pp} stages"
+        assert len(layers_of_stages) == training.pp, f"{training.pp} stages, and layers of {len(layers_of_stages)}"
         self.kinds = kinds
         self.training = training
         self.targets = targets
         self.element_bytes = element_bytes
         self.grouped_experts = grouped_experts
-        self._layers_per_stage = num_layers // training.pp
+        self._stage_of_layer = [stage for stage, count in enumerate(layers_of_stages) for _ in range(count)]
         self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
         self._places = {kind.name: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
         self._spans: dict[Target, tuple[_Span, ...]] = {}
@@ -134,7 +135,7 @@ class Planner:
     def stages_of(self, kind: Kind, layer: int | None) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter: one, or two for a tied embedding."""
         if layer is not None:
-            return (layer // self._layers_per_stage,)
+            return (self._stage_of_layer[layer],)
         first, last = 0, self.training.pp - 1
         if kind.name in self.kinds.tied and first != last:
             return first, last
@@ -252,6 +253,12 @@ class Planner:
                     continue
             runs.append((ep_rank, ExpertRun(expert, 1, source_place, place)))
         return runs
+
+
+def even_stages(num_layers: int, pp: int) -> list[int]:
+    """Layers of each stage, as equal as can be, the first ones with one more where they do not divide."""
+    share, rest = divmod(num_layers, pp)
+    return [share + (stage < rest) for stage in range(pp)]
 
 
 def _merged(spans: Iterator[_Span]) -> Iterator[_Span]:
