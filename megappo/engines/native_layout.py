@@ -8,7 +8,6 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from megappo.config.grid import GenerationGrid
@@ -21,6 +20,7 @@ from megappo.engines.native.ranks import DecodingRanks
 from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
 from megappo.models.architecture import ModelSpec
+from megappo.parallel.groups import own_group
 from megappo.parallel.mesh import Mesh
 
 
@@ -91,18 +91,18 @@ class NativeLayoutEngine:
 
 
 def decoding_ranks(grid: GenerationGrid, mesh: Mesh) -> DecodingRanks:
-    """This rank's replica as one stage of `grid.tp` ranks.
+    """This rank's replica as one stage of `grid.tp` ranks; every rank of the world calls it.
 
-    torch 2.11 sorts the ranks of a group, so that their order in the replica is kept beside it.
+    A group's ranks are in ascending order (torch 2.11 has no other), so that their order in the replica stands beside.
     """
     members = grid.members(grid.replica(mesh.rank))
-    group = dist.new_group(list(members), use_local_synchronization=True)
     ordered = sorted(members)
+    group = own_group(grid.groups)
     return DecodingRanks(
         device=mesh.device,
         copy_group=group,
         tp_group=group,
-        pp_group=dist.new_group([mesh.rank], use_local_synchronization=True),
+        pp_group=own_group([(rank,) for rank in range(mesh.world_size)]),
         tp_order=tuple(ordered.index(rank) for rank in members),
         drawing_rank=ordered[0],
         sequence_alignment=1,

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megappo.engines.hybrid.weights import GenerationWeights
 from megappo.engines.native.piece_attention import PieceAttention
+from megappo.engines.native.piece_experts import ExpertsPieces
 from megappo.engines.native.pieces import (
     ColumnPieces,
     MLPPieces,
@@ -42,7 +43,7 @@ def build_piece_model(
     """
     size = ranks.tp_group.size()
     layout = replace(mesh, tp=size, pp=1, ep=1, etp=1, sequence_parallel=False)
-    # Megatron's experts are not asked for anything: the modules of `_block` are not its own.
+    # Without experts: theirs is a module that asks Megatron for nothing.
     config = transformer_config(replace(shape, moe=None), layout, dtype)
     groups = ProcessGroupCollection(tp=ranks.tp_group, pp=ranks.pp_group, cp=ranks.pp_group, embd=None)
     model = GPTModel(
@@ -59,6 +60,10 @@ def build_piece_model(
     )
     model.embedding.word_embeddings = VocabularyPieces()
     model.output_layer = OutputPieces()
+    if shape.moe is not None:
+        for number, layer in enumerate(model.decoder.layers):
+            if number not in shape.moe.dense_layers:
+                layer.mlp = ExpertsPieces(shape.moe)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     for name, module in model.named_modules():

@@ -129,7 +129,7 @@ class OutputPieces(PieceModule):
         return linear_rows(hidden, self.pieces("weight")), None
 
 
-class MLPPieces(nn.Module):
+class MLPPieces(PieceModule):
     """The gated feed-forward part of a dense layer: down(silu(gate) · up), gate and up in one weight."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -138,7 +138,7 @@ class MLPPieces(nn.Module):
         self.linear_fc2 = RowPieces()
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return self.linear_fc2.summed(self.partial(hidden)), None
+        return self.summed(self.partial(hidden)), None
 
     def partial(self, hidden: Tensor) -> Tensor:
         """This rank's part of the sum."""
