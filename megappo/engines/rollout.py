@@ -73,7 +73,7 @@ class SyncReport:
 
     `bytes_aliased` are parameters that are the training shard's own memory, `bytes_copied` copies on the device,
     `bytes_sent` and `bytes_received` what went over the wire. `peak_bytes` is the memory beyond parameters that the
-    transfer took at once.
+    transfer took at once. Of the `seconds`, waking the engine included, `transfer_seconds` moved weights.
     """
 
     bytes_aliased: int
@@ -82,6 +82,7 @@ class SyncReport:
     seconds: float
     bytes_received: int = 0
     peak_bytes: int = 0
+    transfer_seconds: float = 0.0
     held: HeldBytes = HeldBytes()
 
 

@@ -5,6 +5,7 @@ A replica is one vLLM engine a rank of it, all given the same requests (vLLM's e
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +16,22 @@ from torch import nn
 
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
+from megappo.engines.hybrid.execute import Moved
 from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
 from megappo.engines.requests import check_requests
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.environment import process_state_kept
 from megappo.engines.vllm.generation import check_sampling, generate
-from megappo.engines.vllm.memory import EngineMemory, used_bytes
+from megappo.engines.vllm.memory import EngineMemory, synchronize, used_bytes
 from megappo.engines.vllm.patches import default_group_kept
-from megappo.engines.vllm.start import check_engine, start_engine
-from megappo.engines.vllm.transfer import LoadTransfer
+from megappo.engines.vllm.start import check_engine, start_engine, uses_expert_parallel
+from megappo.engines.vllm.transfer import LoadTransfer, WeightTransfer, chosen_way
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 class VLLMRolloutEngine:
@@ -50,6 +56,7 @@ class VLLMRolloutEngine:
         max_model_len: int,
         weights: Literal["auto", "direct", "load"],
         seed: int,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self._grid = GenerationGrid(mesh.training_grid, config.tensor_model_parallel_size or mesh.tp)
         self._max_model_len = config.max_model_len or max_model_len
@@ -59,9 +66,19 @@ class VLLMRolloutEngine:
         self._decode = decode
         self._eos_ids = tuple(eos_ids)
         self._has_tokenizer = bool(config.stop)
-        self._transfer = LoadTransfer(unwrapped(model), spec, mesh)
+        self._transfer: WeightTransfer = LoadTransfer(unwrapped(model), spec, mesh)
+        if chosen_way(weights, config.quantization) == "direct":
+            self._transfer = DirectTransfer(
+                unwrapped(model),
+                spec,
+                mesh,
+                self._grid,
+                expert_parallel=uses_expert_parallel(config, mesh, spec),
+                bucket_bytes=bucket_bytes,
+            )
+        _log.info("weights go to vLLM %s", self._transfer.description)
         used_before_start = used_bytes()
-        with process_state_kept():
+        with process_state_kept(), self._transfer.starting():
             self._llm: Any = start_engine(
                 config,
                 spec,
@@ -96,7 +113,7 @@ class VLLMRolloutEngine:
         finish_parameter_gather(self._wrapped)
         with process_state_kept():
             self._memory.wake_weights()
-            (moved,) = self._llm.collective_rpc(lambda worker: self._transfer.transfer(worker.get_model(), worker))
+            moved, transfer_seconds = self._moved()
             self._memory.wake_cache()
             was_reset = self._llm.reset_prefix_cache()
         assert was_reset, "vLLM still computes something, and its cache can't be emptied"
@@ -106,10 +123,24 @@ class VLLMRolloutEngine:
             bytes_copied=moved.copied,
             bytes_sent=moved.sent,
             seconds=time.perf_counter() - start,
+            transfer_seconds=transfer_seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
             held=self._memory.held,
         )
+
+    def _moved(self) -> tuple[Moved, float]:
+        """What the transfer moved, and the seconds that it took on the device."""
+        synchronize()
+        start = time.perf_counter()
+        (moved,) = self._llm.collective_rpc(lambda worker: self._transfer.transfer(worker.get_model(), worker))
+        synchronize()
+        return moved, time.perf_counter() - start
+
+    def worst_tensor(self) -> str | None:
+        """vLLM's parameter that is farthest from the training shards, and by how much; None where all are equal, and
+        where vLLM has packed them. Every rank of the world calls it, between `sync_weights` and `release`."""
+        return self._transfer.worst_tensor()
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None

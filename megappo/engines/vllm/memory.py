@@ -50,6 +50,12 @@ class EngineMemory:
         return used_bytes() - before
 
 
+def synchronize() -> None:
+    """Waits for this rank's GPU, where there is one, so that a clock shows what it has done."""
+    if not runtime.on_cpu:
+        torch.cuda.synchronize()
+
+
 def used_bytes() -> int:
     """Bytes in use on this rank's GPU, by whatever process; 0 on a CPU."""
     if runtime.on_cpu:

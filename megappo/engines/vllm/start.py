@@ -21,6 +21,7 @@ from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
 
 LOAD_FORMAT = "megappo"
+SHARED_MEMORY = Path("/dev/shm")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that vLLM's attention on CPUs has kernels for (0.32.0)."""
 
@@ -65,7 +66,7 @@ def start_engine(
     register_loader(LOAD_FORMAT, load)
     token = broadcast_object(uuid.uuid4().hex[:12] if mesh.is_writer else None, mesh.world_group, 0)
     with starting(grid.groups, token):
-        return LLM(
+        llm = LLM(
             str(spec.folder),
             tokenizer=str(tokenizer_folder),
             skip_tokenizer_init=not config.stop,
@@ -76,7 +77,7 @@ def start_engine(
             seed=seed,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=grid.tp,
-            enable_expert_parallel=_expert_parallel(config, mesh, spec),
+            enable_expert_parallel=uses_expert_parallel(config, mesh, spec),
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -87,12 +88,24 @@ def start_engine(
             enable_sleep_mode=config.free_cache_engine and not runtime.on_cpu,
             # Each rank of a replica schedules alone and has to come to the same; asynchronously, 0.20.2 asks the clock.
             async_scheduling=False if grid.tp > 1 else None,
+            # Other backends (FlashInfer) swap or repack the experts' matrices, which then could not be written in place
+            **({"moe_backend": "triton"} if spec.shape.moe is not None and not runtime.on_cpu else {}),
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
         )
+    _forget_shared_memory(token)
+    return llm
 
 
-def _expert_parallel(config: RolloutConfig, mesh: Mesh, spec: ModelSpec) -> bool:
+def _forget_shared_memory(token: str) -> None:
+    """Takes the names of vLLM's shared memory away now that all ranks have it open, so that none is left by a crash."""
+    if runtime.on_cpu:
+        for file in SHARED_MEMORY.glob(f"*{token}*"):
+            file.unlink(missing_ok=True)
+
+
+def uses_expert_parallel(config: RolloutConfig, mesh: Mesh, spec: ModelSpec) -> bool:
+    """Whether vLLM's ranks hold whole experts: as configured, else on GPUs where training spreads them too."""
     if config.enable_expert_parallel is not None:
         return config.enable_expert_parallel
     return not runtime.on_cpu and mesh.ep > 1 and spec.shape.moe is not None

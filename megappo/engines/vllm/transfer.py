@@ -3,15 +3,17 @@
 Binding vLLM's parameters to the training shards is another way, in a file of its own.
 """
 
-import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.stream import hf_tensors
+from megappo.errors import ConfigError
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
 
@@ -25,6 +27,19 @@ class WeightTransfer(Protocol):
     @property
     def sleep_level(self) -> SleepLevel:
         """How deep the engine may sleep: 2 where `transfer` writes every weight that the engine owns."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """How the weights travel, for a log."""
+        ...
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Surrounds the start of an engine."""
+        ...
+
+    def worst_tensor(self) -> str | None:
+        """The engine's parameter that is farthest from the training shards; None where none is, or none can be read."""
         ...
 
     def load(self, vllm_model: nn.Module) -> None:
@@ -44,12 +59,20 @@ class LoadTransfer:
     """
 
     sleep_level: SleepLevel = 2
+    description = "through its own loader, tensor by tensor"
 
     def __init__(self, stage: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
         self._stage = stage
         self._spec = spec
         self._mesh = mesh
         self._weight_bytes = 0
+
+    def starting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def worst_tensor(self) -> str | None:
+        """Never: vLLM may have packed or quantised what it was given."""
+        return None
 
     def load(self, vllm_model: nn.Module) -> None:
         vllm_model.load_weights(hf_tensors(self._stage, self._spec, self._mesh, Moved()))  # type: ignore[operator]
@@ -64,10 +87,28 @@ class LoadTransfer:
         moved = Moved()
         tensors = hf_tensors(self._stage, self._spec, self._mesh, moved)
         worker.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
+        if self._spec.shape.tied:
+            # A tied head is loaded with the embedding, but on a CPU it multiplies with a packed copy of its own, which
+            # vLLM does not make anew (0.32.0).
+            head: Any = vllm_model.lm_head
+            head.quant_method.process_weights_after_loading(head)
         left = next(tensors, None)
         assert left is None, f"vLLM's loader stopped before tensor {left and left[0]}: it does not take all of them"
         moved.copied = self._weight_bytes
         return moved
+
+
+def chosen_way(weights: Literal["auto", "direct", "load"], quantization: str | None) -> Literal["direct", "load"]:
+    """Direct where vLLM leaves its parameters as they are: on GPUs, without quantisation. ConfigError for `direct`
+    into quantised parameters."""
+    if weights == "auto":
+        return "load" if runtime.on_cpu or quantization is not None else "direct"
+    if weights == "direct" and quantization is not None:
+        raise ConfigError(
+            f"hybrid.weights: direct can't be with rollout.quantization: {quantization}, whose parameters are not "
+            "those of training; set it to load or auto"
+        )
+    return weights
 
 
 def register_loader(name: str, load: Callable[[nn.Module], None]) -> None:

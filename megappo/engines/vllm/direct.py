@@ -1,0 +1,137 @@
+"""Weights into vLLM without its loader: its parameters are the training shards' memory, or are written in place.
+
+For engines whose parameters stay as the model declares them: unquantised models on GPUs, with Triton's kernels for
+experts. On a CPU vLLM packs its weights; `plain_parameters` keeps it from that, which is slower.
+"""
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megappo.config.grid import GenerationGrid
+from megappo.engines.hybrid.execute import Moved, Switch
+from megappo.engines.hybrid.kinds import Kinds, with_numbers
+from megappo.engines.hybrid.plan import Planner, even_stages
+from megappo.engines.hybrid.sources import TrainingShards
+from megappo.engines.vllm.destination import VLLMDestination
+from megappo.engines.vllm.patches import replaced
+from megappo.engines.vllm.targets import VLLMTargets
+from megappo.engines.vllm.transfer import SleepLevel
+from megappo.models.architecture import ModelSpec
+from megappo.parallel.mesh import Mesh
+
+
+class DirectTransfer:
+    """Carries out a plan from this rank's training stage to its vLLM model; every rank of the world makes the same.
+
+    `bucket_bytes` bounds what is under way at once; `expert_parallel` is whether vLLM spreads whole experts.
+    """
+
+    sleep_level: SleepLevel = 2
+    description = "directly: its parameters are training's memory where they can be, and written in place elsewhere"
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        spec: ModelSpec,
+        mesh: Mesh,
+        grid: GenerationGrid,
+        *,
+        expert_parallel: bool,
+        bucket_bytes: int,
+    ) -> None:
+        weight_map = spec.family.weight_map(spec.shape, "lm")
+        kinds = Kinds.of(weight_map)
+        self._mesh = mesh
+        self._sources = TrainingShards(stage, weight_map)
+        self._targets = VLLMTargets(kinds, spec.shape, grid, expert_parallel=expert_parallel)
+        self._switch: Switch | None = None
+        self.planner = Planner(
+            kinds,
+            grid.training,
+            self._targets,
+            layers_of_stages=even_stages(spec.shape.num_layers, grid.training.pp),
+            element_bytes=next(stage.parameters()).element_size(),
+            bucket_bytes=bucket_bytes,
+            generation_tp=grid.tp,
+            grouped_experts=self._sources.has_grouped_experts,
+        )
+
+    def load(self, vllm_model: nn.Module) -> None:
+        destination = VLLMDestination(vllm_model)
+        names = {
+            with_numbers(target.name, layer) for target in self._targets.of(self._mesh.rank) for layer in target.layers
+        }
+        planned = {id(destination.parameter(name)) for name in names}
+        missing = [name for name, parameter in vllm_model.named_parameters() if id(parameter) not in planned]
+        assert not missing, f"no plan for vLLM's {', '.join(missing[:3])} of {len(missing)}; use hybrid.weights=load"
+        self._made(vllm_model).run()
+
+    def transfer(self, vllm_model: nn.Module, worker: Any) -> Moved:
+        # Made after vLLM has laid the weights out: from here on their memory stays where it is, also over a sleep.
+        if self._switch is None:
+            self._switch = self._made(vllm_model)
+        return self._switch.run()
+
+    def starting(self) -> AbstractContextManager[None]:
+        return plain_parameters()
+
+    def worst_tensor(self) -> str | None:
+        assert self._switch is not None, "nothing was transferred yet"
+        found = self._switch.differences()
+        if not found:
+            return None
+        name = max(found, key=lambda each: found[each])
+        return f"{name} (off by {found[name]:.3g} at most)"
+
+    def _made(self, vllm_model: nn.Module) -> Switch:
+        destination = VLLMDestination(vllm_model)
+        return Switch(self.planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
+
+
+@contextmanager
+def plain_parameters() -> Iterator[None]:
+    """While inside, an engine that starts on a CPU keeps its parameters as they are and computes with them, by torch's
+    own kernels (vLLM 0.32.0 packs them into kernels' handles and forgets them)."""
+    with ExitStack() as stack:
+        if runtime.on_cpu:
+            from vllm.model_executor.layers import utils
+            from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+            # The modules keep what they were given here, also when the names are restored.
+            stack.enter_context(replaced(utils, "dispatch_cpu_unquantized_gemm", lambda _: _keep_plain))
+            stack.enter_context(
+                replaced(CPUUnquantizedExperts, "process_weights_after_loading", lambda _: lambda *_: None)
+            )
+            CPUUnquantizedExperts.apply = _apply_experts  # called in every forward: it stays
+        yield
+
+
+def _keep_plain(layer: nn.Module, remove_weight: bool) -> None:
+    if layer.weight.ndim == 2:  # type: ignore[operator]
+        layer.cpu_linear = F.linear  # type: ignore[assignment]  # called with the weight of the moment
+
+
+def _apply_experts(
+    experts: Any,
+    output: Tensor,
+    hidden: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """SwiGLU experts: `output` [tokens, H] becomes the weighted sum of each token's experts."""
+    output.zero_()
+    for expert in range(len(w13)):
+        tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(hidden[tokens], w13[expert]).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate) * up, w2[expert])
+        output.index_add_(0, tokens, made * topk_weights[tokens, place, None].to(made.dtype))
