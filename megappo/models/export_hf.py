@@ -109,10 +109,14 @@ def _gathered(parameter: StageParameter, mesh: Mesh) -> list[Tensor]:
     return shards
 
 
-def assembled(rule: Rule, shards: Sequence[Tensor], weight_map: WeightMap) -> Iterator[tuple[str, Tensor]]:
+def assembled(
+    rule: Rule, shards: Sequence[Tensor], weight_map: WeightMap, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
     """The Hugging Face tensors that a parameter is made of, from all TP ranks' shards: the inverse of an import."""
     axis = rule.axis or 0
-    tensors = {name: torch.empty(weight_map.tensors[name], dtype=shards[0].dtype) for name in rule.sources}
+    tensors = {
+        name: torch.empty(weight_map.tensors[name], dtype=shards[0].dtype, device=device) for name in rule.sources
+    }
     filled = dict.fromkeys(tensors, 0)
     for tp_rank, shard in enumerate(shards):
         offset = 0

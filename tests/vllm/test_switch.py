@@ -1,0 +1,169 @@
+"""vLLM with the training weights: against the trainer's forward, and against a new engine with the exported weights."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.vllm
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training layout, and the size of the replicas that generate."""
+
+    family: FamilyName
+    tied: bool
+    tp: int
+    generation_tp: int
+    pp: int = 1
+    num_kv_heads: int = 2
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+    def make_model(self, folder: Path) -> Path:
+        # Heads of 32, the smallest that vLLM attends to on a CPU; a vocabulary that has padding.
+        tiny_model(
+            folder, self.family, tied=self.tied, vocab_size=100, hidden_size=128, num_heads=4, head_dim=32,
+            num_kv_heads=self.num_kv_heads,
+        )  # fmt: skip
+        return tiny_tokenizer(folder, vocab_size=100)
+
+    def arguments(self, model: Path, export: Path) -> tuple[object, ...]:
+        sizes = ("--tp", self.tp, "--pp", self.pp, "--generation-tp", self.generation_tp)
+        return ("--model", model, "--export", export, *sizes)
+
+
+CASES = {
+    "tp2 to tp2": Case("llama", tied=False, tp=2, generation_tp=2),
+    "tp2 to two replicas": Case("qwen2", tied=True, tp=2, generation_tp=1),
+    "tp2 pp2 to tp4": Case("qwen3", tied=True, tp=2, pp=2, generation_tp=4),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the program of a case wrote, and what a new engine says of the weights that it left."""
+
+    case: Case
+    result: dict[str, Any]
+    fresh: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """A crashed run, then the first two cases side by side, then the rest."""
+    root = tmp_path_factory.mktemp("vllm")
+    models = {name: case.make_model(root / name.replace(" ", "-")) for name, case in CASES.items()}
+    arguments = {name: CASES[name].arguments(model, root / f"{model.name}-export") for name, model in models.items()}
+
+    def run(name: str) -> dict[str, Any]:
+        return run_ranks("tests.vllm.programs.switch", *arguments[name], nproc=CASES[name].num_ranks, timeout=400)
+
+    first, second, *others = CASES
+    run_ranks("tests.vllm.programs.switch", *arguments[first], "--crash", nproc=CASES[first].num_ranks)
+    with ThreadPoolExecutor(2) as pool:
+        results = dict(zip((first, second), pool.map(run, (first, second)), strict=True))
+    results |= {name: run(name) for name in others}
+    return {name: Outcome(CASES[name], results[name], _fresh(arguments[name][3], results[name])) for name in CASES}
+
+
+def _fresh(export: object, result: dict[str, Any]) -> list[dict[str, Any]]:
+    return run_ranks("tests.vllm.programs.fresh", "--model", export, "--prompts", result["prompts"], nproc=1)
+
+
+@pytest.fixture(params=list(CASES))
+def outcome(request: pytest.FixtureRequest, outcomes: dict[str, Outcome]) -> Outcome:
+    return outcomes[request.param]
+
+
+def test_the_engine_computes_what_the_trainer_computes(outcome: Outcome) -> None:
+    differences = outcome.result["differences"]
+    assert max(differences[name] for name in ("imported", "update", "sampled")) < 1e-4
+    assert outcome.result["changed"], "the update changes what is generated, or the test shows nothing"
+
+
+def test_the_engine_is_a_new_engine_with_the_exported_weights(outcome: Outcome) -> None:
+    assert [each["tokens"] for each in outcome.result["greedy"]] == [each["tokens"] for each in outcome.fresh]
+    pairs = zip(outcome.result["greedy"], outcome.fresh, strict=True)
+    assert all(each["log_probs"] == pytest.approx(new["log_probs"], abs=1e-5) for each, new in pairs)
+
+
+def test_a_prefix_cache_that_is_kept_is_wrong(outcome: Outcome) -> None:
+    assert outcome.result["differences"]["stale cache"] > 1e-2
+
+
+def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome]) -> None:
+    assert {name: outcome.result["replicas"] for name, outcome in outcomes.items()} == {
+        "tp2 to tp2": [[0, 1]],
+        "tp2 to two replicas": [[0], [1]],
+        "tp2 pp2 to tp4": [[0, 2, 1, 3]],
+    }
+
+
+def test_noise_belongs_to_the_key(outcome: Outcome) -> None:
+    assert outcome.result["same again"] and outcome.result["ranks agree"]
+    assert outcome.result["same prompt"] == [True, False], "greedy twice the same, with other noise not"
+
+
+def test_random_numbers_and_threads_are_left_alone(outcome: Outcome) -> None:
+    assert outcome.result["unchanged"] == {"start": True, "use": True}
+
+
+def test_responses_end_where_they_should(outcome: Outcome) -> None:
+    result = outcome.result
+    greedy = result["greedy first"]
+    assert len(greedy) == 12 and result["length"] == "length"
+    assert result["stop token"] == [greedy[: greedy.index(greedy[3]) + 1], "stop"]
+    *ended, token = result["stop string"]
+    assert ended == [greedy[: greedy.index(token) + 1], "stop"]
+    assert result["text"]
+
+
+def test_top_k_and_top_p_cut_the_distribution_whose_log_probs_are_given(outcome: Outcome) -> None:
+    greedy = outcome.result["greedy first"]
+    assert outcome.result["top-k 1"] == [greedy, True]
+    assert outcome.result["top-p"] == [greedy, 0.0]
+
+
+def test_replicas_answer_alone(outcome: Outcome) -> None:
+    # Requests of one replica are more than those of another; a group's ranks give the same.
+    expected = [each["tokens"] for each in outcome.result["greedy"]]
+    assert all(answer == [expected[own]] * (own + 1) for own, answer in outcome.result["alone"])
+
+
+def test_requests_that_cannot_be_are_refused_before_anything_runs(outcome: Outcome) -> None:
+    result = outcome.result
+    assert result["empty"] == []
+    assert result["too long"].startswith("DataError: prompt 1 has 250 tokens, with max_tokens 12 over the model's 256")
+    assert result["too cold"].startswith("ConfigError: sampling temperature: 0.001")
+    assert result["refused asleep"].startswith("AssertionError: generate was called while training has its turn")
+    assert result["afterwards"], "the engine goes on after refusals"
+
+
+def test_progress_counts_what_is_finished(outcome: Outcome) -> None:
+    done = [number for number, _ in outcome.result["progress"]]
+    assert done == sorted(set(done)) and done[-1] == 5
+    assert {of for _, of in outcome.result["progress"]} == {5}
+
+
+def test_bytes_of_a_switch(outcome: Outcome) -> None:
+    report = outcome.result["report"]
+    assert report["bytes_aliased"] == 0
+    if outcome.case.pp == 1:
+        # Each of two ranks receives the other's shards, that is all but five norms of 128 float32.
+        foreign = outcome.result["weight bytes"] - 5 * 128 * 4
+        assert (report["bytes_sent"], report["bytes_received"]) == (foreign, foreign)
+    assert report["held"]["awake"] == report["held"]["asleep"] > report["bytes_copied"]
+
+
+def test_groups_of_training_outlive_the_engine(outcome: Outcome) -> None:
+    ranks, expected = outcome.result["ranks after the end"]
+    assert ranks == expected
