@@ -1,5 +1,6 @@
 """Sampling takes the turn and gives it back; a switch that went wrong is seen, mended once, or ends the run."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import write_run_experiment
+from tests.support.runs import metrics, succeed, write_run_experiment
 
 TWO_RANKS = {
     "tp2": "layout.tp=2",
@@ -106,3 +107,24 @@ def test_weights_that_stay_wrong_end_the_run_on_every_rank(layout: str, results:
     for rank in results[layout]:
         assert rank["wrong always"]["metrics"] == []
         assert rank["wrong always"]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
+
+
+def test_commands_and_supervised_training_take_turns_too(tmp_path: Path) -> None:
+    """Held-out scores are those of one rank, from `evaluate` and from supervised training before its first step."""
+    experiment = write_run_experiment(tmp_path)
+    own_layout = ["layout.tp=2", "rollout.tensor_model_parallel_size=1"]
+    words = ["evaluate", experiment, "--model", tmp_path / "model"]
+    one, two = (json.loads(succeed(*words, *more).out.splitlines()[-1]) for more in ([], own_layout))
+    assert one == two and one["eval/held_out/response_length"] == 8
+    rows = [json.dumps({"prompt": f"add {number}", "response": str(number)}) for number in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    succeed(
+        "train", experiment, *own_layout, "trainer.kind=sft", f"data.train_files=[{tmp_path}/pairs.jsonl]",
+        "trainer.total_steps=1", "trainer.val_before_train=true", "trainer.save_last=false",
+    )  # fmt: skip
+    before, after = metrics(tmp_path / "run")
+    assert {name: value for name, value in before.items() if name.startswith("eval/")} == one
+    assert one.keys() <= after.keys() and after["data/prompts_seen"] == 4
+    words = ["generate", "--model", tmp_path / "model", "--prompt", "add 1", "add 2", "--max-tokens", 4]
+    answers = [succeed(*words, "--tp", tp).out for tp in (1, 2)]
+    assert answers[0] == answers[1] and answers[0].count("> ") == 2
