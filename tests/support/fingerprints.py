@@ -81,3 +81,47 @@ class WholeTensors:
         if rest.endswith("linear_fc2.weight"):
             return down.chunk(size, dim=1)[place]
         return torch.cat([gate.chunk(size)[place], up.chunk(size)[place]])
+
+
+class VLLMShards:
+    """vLLM's parameters on the rank at `place` of `size`, cut out of whole tensors as vLLM's own loaders cut them."""
+
+    def __init__(self, folder: Path, shape: ModelShape, size: int, place: int) -> None:
+        self._whole = WholeTensors(folder)
+        self._shape = shape
+        self._size = size
+        self._place = place
+
+    def expected(self, name: str) -> Tensor:
+        tensors, size, place = self._whole.tensors, self._size, self._place
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            whole = tensors[name]
+            padding = -len(whole) % 64
+            return torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]).chunk(size)[place]
+        for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+            if fused in name:
+                return torch.cat([self._rows(name.replace(fused, part)) for part in parts])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return tensors[name].chunk(size, dim=1)[place]
+        if "experts.w" in name:
+            return self._experts(name)
+        return tensors[name]
+
+    def _rows(self, name: str) -> Tensor:
+        """A rank's rows; a KV head that several ranks share is whole on each of them."""
+        whole, heads = self._whole.tensors[name], self._shape.num_kv_heads
+        if ("k_proj" in name or "v_proj" in name) and heads < self._size:
+            return whole.chunk(heads)[self._place * heads // self._size]
+        return whole.chunk(self._size)[self._place]
+
+    def _experts(self, name: str) -> Tensor:
+        assert self._shape.moe is not None
+        prefix, kind = name.split("experts.")
+        stacked = []
+        for expert in range(self._shape.moe.num_experts):
+            gate, up, down = (
+                self._whole.tensors[f"{prefix}experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")
+            )
+            halves = [part.chunk(self._size)[self._place] for part in (gate, up)]
+            stacked.append(torch.cat(halves) if kind == "w13_weight" else down.chunk(self._size, dim=1)[self._place])
+        return torch.stack(stacked)

@@ -46,7 +46,7 @@ def run(folder: Path, mesh: Mesh, generation_tp: int) -> dict[str, Any]:
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm")
     import_hf(model, spec, mesh)
-    config = RolloutConfig(engine="vllm", tensor_model_parallel_size=generation_tp, max_num_batched_tokens=64)
+    config = RolloutConfig(engine="vllm", tensor_model_parallel_size=generation_tp, max_num_seqs=8)
     engine = VLLMRolloutEngine(
         model, spec, mesh, config, dtype=torch.float32, decode=str, eos_ids=[2], tokenizer_folder=folder,
         max_model_len=64, weights="direct", seed=0, bucket_bytes=1 << 14,
