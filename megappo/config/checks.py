@@ -1,11 +1,12 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
 Rules about model folders, data files and the layout are in `checks_layout.py`, the generation layout in
-`checks_hybrid.py`, batch sizes in `divisibility.py`.
+`checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_vllm import vllm_problems
 from megappo.config.divisibility import divisibility_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.problem import Problem, Severity, raise_errors, typed
@@ -26,6 +27,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *layout_problems(config),
         *world_problems(config, world_size),
         *hybrid_problems(config, data_parallel_size(config, world_size)),
+        *vllm_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)

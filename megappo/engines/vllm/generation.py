@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
+from megappo.config.checks_vllm import LEAST_TEMPERATURE
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
 from megappo.errors import ConfigError
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM takes smaller ones but 0 for this one (0.20.2, 0.32.0)."""
 
 
 def check_sampling(sampling: SamplingParams, has_tokenizer: bool) -> None:
