@@ -30,7 +30,7 @@ from megappo.models.weight_map import Rule
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 
 WORLD = 4
-MODELS = ("llama", "qwen2", "qwen3", "odd")
+MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, ignore_eos=True)
 LIMITS: dict[str, Any] = {"decode": str, "eos_ids": [2], "max_num_seqs": 4, "max_num_batched_tokens": 48}
@@ -50,7 +50,9 @@ CASES = {
     "tp4 sp": Case(LayoutConfig(tp=4, sequence_parallel=True), (1, 2, 4), ("llama", "odd")),
     "tp2 pp2": Case(LayoutConfig(tp=2, pp=2), (1, 2, 4), ("odd", "qwen3")),
     "dp4": Case(LayoutConfig(), (2, 4), ("qwen3",)),
-    "pp2 dp2": Case(LayoutConfig(pp=2), (1, 2, 4), ("llama",)),
+    "pp2 dp2": Case(LayoutConfig(pp=2), (1, 2, 4), ("llama", "qwen2_moe", "qwen3_moe")),
+    "dp4 ep2": Case(LayoutConfig(ep=2), (1, 2, 4), ("qwen3_moe",)),
+    "tp2 dp2 ep2": Case(LayoutConfig(tp=2, ep=2, sequence_parallel=True), (1, 2, 4), ("qwen2_moe",)),
 }
 
 
@@ -86,10 +88,18 @@ def cut_weights(spec: ModelSpec, tp: int, place: int) -> GenerationWeights:
     generator = torch.Generator().manual_seed(100 * tp + place)
     with SafetensorsReader(spec.folder) as reader:
         for rule in spec.family.weight_map(spec.shape, "lm").rules:
-            if not rule.is_copy:
+            name = rule.names[0]
+            if rule.experts is not None:
+                held = [rule.of_expert(expert) for expert in range(rule.experts)]
+                weights.experts[name] = {
+                    expert: random_cuts(whole_shard(reader, spec, one, 1, 0), one.axis or 0, generator)
+                    for expert, one in enumerate(held)
+                    if expert % tp == place
+                }
+            elif not rule.is_copy:
                 shard = whole_shard(reader, spec, rule, tp, place)
                 cuts = (shard,) if rule.axis is None else random_cuts(shard, rule.axis, generator)
-                weights.parameters[rule.names[0]] = cuts
+                weights.parameters[name] = cuts
     return weights
 
 
@@ -140,7 +150,6 @@ def from_training_shards(folder: Path, name: str, mesh: Mesh, tp: int) -> dict[s
     wrapped = DistributedDataParallel(model.config, config, model)
     asked = requests(folder / name)
     engine = NativeLayoutEngine(wrapped, spec, mesh, tp=tp, bucket_bytes=4096, **LIMITS)
-    direct = NativeRolloutEngine(model, spec.shape, mesh, **LIMITS)
     too_early = message(lambda: engine.generate(asked, GREEDY))
     report = engine.sync_weights()
     result: dict[str, Any] = {
@@ -160,7 +169,9 @@ def from_training_shards(folder: Path, name: str, mesh: Mesh, tp: int) -> dict[s
     engine.sync_weights()
     result["changed"] = on_every_rank(engine.generate(asked, SAMPLED))
     engine.close()
-    result["direct"] = on_every_rank(direct.generate(asked, SAMPLED))
+    if mesh.ep == 1:  # it does not decode with experts of other ranks
+        direct = NativeRolloutEngine(model, spec.shape, mesh, **LIMITS)
+        result["direct"] = on_every_rank(direct.generate(asked, SAMPLED))
     return result
 
 
