@@ -91,4 +91,5 @@ def _vllm_engine(
         max_model_len=config.max_length,
         weights=config.hybrid.weights,
         seed=config.trainer.seed,
+        bucket_bytes=config.hybrid.bucket_bytes,
     )
