@@ -7,8 +7,8 @@ from pydantic import Field
 from megappo.config.base import Section
 
 CHECK_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest mean difference by the model's type, where none is configured. Rounding alone makes about 1e-6 in float32, and
-0.025 in bfloat16 (vLLM against Megatron, random weights of 0.5 B parameters)."""
+"""Largest mean difference by the model's type, where none is configured. Rounding alone makes about 1e-6 in float32,
+and 0.025 in bfloat16 (vLLM against Megatron, random weights)."""
 
 
 class HybridConfig(Section):
