@@ -1,0 +1,259 @@
+"""One GPU: what a switch from training shards to vLLM costs, against streaming the weights, and against a stock vLLM.
+
+    python tools/bench_vllm.py --shape qwen2.5-1.5b [--layers N] [--rounds 5] [--quantization fp8] [--no-stock]
+
+Random weights of a published shape. Printed: bytes aliased, copied and received; seconds of the transfer and of the
+whole turn (sleep, wake, transfer); the same through vLLM's loader; GPU memory at each point; log-probs against the
+training forward, also after an update; tokens a second against a vLLM with weights of its own, in turns in one run.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import megappo.parallel.runtime as runtime  # isort: skip  before megatron
+
+import torch
+
+from megappo.config.layout import LayoutConfig
+from megappo.config.rollout import RolloutConfig
+from megappo.engines.hybrid.execute import Moved
+from megappo.engines.rollout import GenerationRequest, SamplingParams
+from megappo.engines.vllm.memory import used_bytes
+from megappo.engines.vllm.transfer import LoadTransfer
+from megappo.engines.vllm_rollout import VLLMRolloutEngine
+from megappo.models.build import ModelSpec, build_model, read_model
+from megappo.models.families.published import PUBLISHED
+from megappo.parallel.mesh import Mesh, start_mesh
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}  # fmt: skip
+MAX_MODEL_LEN = 1024
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=256, ignore_eos=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, choices=sorted(PUBLISHED))
+    parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved generations of both engines")
+    parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of each engine")
+    parser.add_argument("--quantization", choices=("fp8",), help="through vLLM's loader, then")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--no-stock", action="store_true", help="leave the other vLLM out")
+    parser.add_argument("--stock", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.stock:
+        return serve_stock(options)
+    with tempfile.TemporaryDirectory() as folder:
+        bench(options, write_config(Path(folder), options))
+    return 0
+
+
+def write_config(folder: Path, options: argparse.Namespace) -> Path:
+    config = dict(PUBLISHED[options.shape])
+    if options.layers:
+        config["num_hidden_layers"] = options.layers
+    config |= {"architectures": [ARCHITECTURES[config["model_type"]]], "torch_dtype": options.dtype}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def bench(options: argparse.Namespace, folder: Path) -> None:
+    mesh = start_mesh(LayoutConfig(), seed=0, timeout=timedelta(minutes=5))
+    spec, dtype = read_model(folder), getattr(torch, options.dtype)
+    row("shape", f"{options.shape}, {spec.shape.num_layers} layers, {options.dtype}")
+    model = random_model(spec, mesh, dtype)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    row("training parameters", gib(weight_bytes))
+    before = used_bytes()
+    start = time.perf_counter()
+    config = RolloutConfig(
+        engine="vllm", gpu_memory_utilization=options.utilization, enforce_eager=options.eager,
+        quantization=options.quantization,
+    )  # fmt: skip
+    engine = VLLMRolloutEngine(
+        model, spec, mesh, config, dtype=dtype, decode=lambda _: "", eos_ids=[], tokenizer_folder=folder,
+        max_model_len=MAX_MODEL_LEN, weights="auto", seed=0,
+    )  # fmt: skip
+    row("vLLM started", f"{time.perf_counter() - start:.0f} s, graphs {'off' if options.eager else 'on'}")
+    time_turns(engine, options.cycles)
+    report = engine.sync_weights()
+    row("held by the engine", f"asleep {gib(report.held.asleep)}, weights {gib(report.held.with_weights)}, "
+        f"awake {gib(report.held.awake)}")  # fmt: skip
+    row("used before vLLM", gib(before))
+    compare_log_probs("as built", engine, model, spec)
+    engine.release()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    engine.sync_weights()
+    compare_log_probs("after an update in place", engine, model, spec)
+    if not options.no_stock:
+        compare_speed(engine, spec, folder, options)
+    if options.quantization is None:
+        time_stream(engine, model, spec, mesh, options.cycles)
+    engine.close()
+
+
+def random_model(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Module:
+    model = build_model(spec, mesh, dtype=dtype, layers="auto", head="lm")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif parameter.ndim > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.zero_()
+    return model.requires_grad_(False)
+
+
+def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
+    turns, transfers, report = [], [], engine.sync_weights()
+    for _ in range(cycles):
+        start = time.perf_counter()
+        engine.release()
+        report = engine.sync_weights()
+        turns.append(time.perf_counter() - start)
+        transfers.append(report.transfer_seconds)
+    row("bytes", f"aliased {gib(report.bytes_aliased)}, copied {gib(report.bytes_copied)}, "
+        f"received {gib(report.bytes_received)}, staging {gib(report.peak_bytes)}")  # fmt: skip
+    row("transfer", milliseconds(transfers))
+    row("whole turn (sleep, wake, transfer)", milliseconds(turns))
+    engine.release()
+
+
+def time_stream(engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, cycles: int) -> None:
+    """The same weights as whole tensors through vLLM's loader; it writes what is already there."""
+    stream, seconds = LoadTransfer(model, spec, mesh), []
+
+    def send(worker: Any) -> Moved:
+        return stream.transfer(worker.get_model(), worker)
+
+    for _ in range(min(cycles, 4)):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        engine._llm.collective_rpc(send)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    row("streamed through vLLM's loader", milliseconds(seconds))
+
+
+@torch.no_grad()
+def compare_log_probs(when: str, engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec) -> None:
+    requests = make_requests(spec, 8, 48)
+    completions = engine.generate(requests, SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True))
+    differences = []
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device="cuda")
+        logits = model(ids, torch.arange(ids.shape[1], device="cuda")[None], None)
+        log_probs = logits[0, :, : spec.shape.vocab_size].float().log_softmax(-1)
+        first = len(request.prompt_ids) - 1
+        expected = log_probs[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0].tolist()
+        differences += [abs(ours - theirs) for ours, theirs in zip(completion.log_probs, expected, strict=True)]
+    row(
+        f"log-probs against training, {when}",
+        f"mean |Δ| {statistics.mean(differences):.4f}, max {max(differences):.3f}",
+    )
+
+
+def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> None:
+    """Both engines in turns, each `rounds` times, after one unmeasured round."""
+    command = [sys.executable, __file__, "--stock", str(folder), "--shape", options.shape, "--dtype", options.dtype]
+    command += ["--utilization", str(options.utilization), "--prompts", str(options.prompts)]
+    command += ["--eager"] if options.eager else []
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    stock = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert stock.stdin is not None and stock.stdout is not None
+    requests = make_requests(spec, options.prompts, 128)
+    rates: dict[str, list[float]] = {"megappo": [], "stock": []}
+    for number in range(options.rounds + 1):
+        engine._llm.reset_prefix_cache()
+        start = time.perf_counter()
+        completions = engine.generate(requests, SAMPLING)
+        ours = sum(len(each.token_ids) for each in completions) / (time.perf_counter() - start)
+        print("go", file=stock.stdin, flush=True)
+        theirs = next(float(line.split()[1]) for line in stock.stdout if line.startswith("rate "))
+        if number:
+            rates["megappo"].append(ours)
+            rates["stock"].append(theirs)
+    stock.stdin.close()
+    stock.wait(60)
+    for name, several in rates.items():
+        row(
+            f"tokens/s, {name}", f"median {statistics.median(several):,.0f}, {min(several):,.0f} to {max(several):,.0f}"
+        )
+    row("ratio to stock", f"{statistics.median(rates['megappo']) / statistics.median(rates['stock']):.3f}")
+
+
+def serve_stock(options: argparse.Namespace) -> int:
+    """A vLLM with weights of its own: generates once for each line on standard input, and prints the rate."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import vllm
+
+    spec = read_model(options.stock)
+    llm = vllm.LLM(
+        str(options.stock), skip_tokenizer_init=True, load_format="dummy", dtype=options.dtype, seed=0,
+        max_model_len=MAX_MODEL_LEN, max_num_seqs=RolloutConfig().max_num_seqs,
+        max_num_batched_tokens=RolloutConfig().max_num_batched_tokens, gpu_memory_utilization=options.utilization,
+        enforce_eager=options.eager, disable_log_stats=True,
+    )  # fmt: skip
+    requests = make_requests(spec, options.prompts, 128)
+    prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
+    sampling = [
+        vllm.SamplingParams(
+            temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens, ignore_eos=True, logprobs=0,
+            detokenize=False,
+        )
+        for _ in requests
+    ]  # fmt: skip
+    for _ in sys.stdin:
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(f"rate {tokens / (time.perf_counter() - start)}", flush=True)
+    return 0
+
+
+def make_requests(spec: ModelSpec, count: int, length: int) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1000, spec.shape.vocab_size - 1000, (count, length), generator=generator).tolist()
+    return [GenerationRequest(tuple(tokens), number) for number, tokens in enumerate(rows)]
+
+
+def row(name: str, text: str) -> None:
+    print(f"{name:<42} {text}", flush=True)
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.3f} GiB"
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    return (
+        f"median {statistics.median(seconds) * 1e3:.2f} ms, {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f}, "
+        f"of {len(seconds)}"
+    )
+
+
+if __name__ == "__main__":
+    assert not runtime.on_cpu, "this benchmark needs a CUDA GPU"
+    sys.exit(main())
