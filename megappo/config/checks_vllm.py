@@ -35,13 +35,14 @@ def vllm_problems(config: ExperimentConfig) -> list[Problem]:
     if rollout.max_num_batched_tokens < least:
         value = str(rollout.max_num_batched_tokens)
         problems.append(Problem("rollout.max_num_batched_tokens", value, why, f"at least {least}"))
-    for path, value in (
+    for path, temperature in (
         ("rollout.temperature", rollout.temperature),
         ("trainer.evaluation.temperature", config.trainer.evaluation.temperature),
     ):
-        if 0 < value < LEAST_TEMPERATURE:
+        if 0 < temperature < LEAST_TEMPERATURE:
+            reason = f"vLLM would sample at {LEAST_TEMPERATURE} instead"
             remedy = f"at least {LEAST_TEMPERATURE}, or rollout.engine native"
-            problems.append(Problem(path, typed(value), f"vLLM would sample at {LEAST_TEMPERATURE} instead", remedy))
+            problems.append(Problem(path, typed(temperature), reason, remedy))
     return problems
 
 

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -22,29 +22,29 @@ class Case:
     tp: int
     generation_tp: int
     pp: int = 1
-    num_kv_heads: int = 2
+    ep: int = 1
+    weights: Literal["load", "direct"] = "load"
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp
+        return max(self.tp * self.pp, self.ep)
 
     def make_model(self, folder: Path) -> Path:
         # Heads of 32, the smallest that vLLM attends to on a CPU; a vocabulary that has padding.
-        tiny_model(
-            folder, self.family, tied=self.tied, vocab_size=100, hidden_size=128, num_heads=4, head_dim=32,
-            num_kv_heads=self.num_kv_heads,
-        )  # fmt: skip
+        experts = {"moe_intermediate_size": 64} if self.family.endswith("_moe") else {}
+        tiny_model(folder, self.family, tied=self.tied, vocab_size=100, hidden_size=128, head_dim=32, **experts)
         return tiny_tokenizer(folder, vocab_size=100)
 
     def arguments(self, model: Path, export: Path) -> tuple[object, ...]:
-        sizes = ("--tp", self.tp, "--pp", self.pp, "--generation-tp", self.generation_tp)
-        return ("--model", model, "--export", export, *sizes)
+        sizes = ("--tp", self.tp, "--pp", self.pp, "--ep", self.ep, "--generation-tp", self.generation_tp)
+        return ("--model", model, "--export", export, *sizes, "--weights", self.weights)
 
 
 CASES = {
     "tp2 to tp2": Case("llama", tied=False, tp=2, generation_tp=2),
     "tp2 to two replicas": Case("qwen2", tied=True, tp=2, generation_tp=1),
     "tp2 pp2 to tp4": Case("qwen3", tied=True, tp=2, pp=2, generation_tp=4),
+    "ep2 to tp2": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2),
 }
 
 
@@ -105,6 +105,7 @@ def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome
         "tp2 to tp2": [[0, 1]],
         "tp2 to two replicas": [[0], [1]],
         "tp2 pp2 to tp4": [[0, 2, 1, 3]],
+        "ep2 to tp2": [[0, 1]],
     }
 
 
@@ -157,10 +158,16 @@ def test_progress_counts_what_is_finished(outcome: Outcome) -> None:
 def test_bytes_of_a_switch(outcome: Outcome) -> None:
     report = outcome.result["report"]
     assert report["bytes_aliased"] == 0
-    if outcome.case.pp == 1:
-        # Each of two ranks receives the other's shards, that is all but five norms of 128 float32.
-        foreign = outcome.result["weight bytes"] - 5 * 128 * 4
-        assert (report["bytes_sent"], report["bytes_received"]) == (foreign, foreign)
+    # Each of two ranks receives all of the other's shards, by hand: everything but five norms of 128 numbers; or two of
+    # the four experts of two layers, each with 3 · 64 rows of 128 numbers.
+    foreign = {
+        "tp2 to tp2": outcome.result["weight bytes"] - 5 * 128 * 4,
+        "tp2 to two replicas": outcome.result["weight bytes"] - 5 * 128 * 4,
+        "ep2 to tp2": 2 * 2 * 3 * 64 * 128 * 4,
+    }
+    for name, nbytes in foreign.items():
+        if outcome.case is CASES[name]:
+            assert (report["bytes_sent"], report["bytes_received"]) == (nbytes, nbytes)
     assert report["held"]["awake"] == report["held"]["asleep"] > report["bytes_copied"]
 
 

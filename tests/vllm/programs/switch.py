@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--export", type=Path)
     for name in ("tp", "pp", "ep", "generation-tp"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--weights", choices=["load", "direct"], default="load")
     parser.add_argument("--crash", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -50,7 +51,7 @@ def main() -> None:
         tp=arguments.tp, pp=arguments.pp, ep=arguments.ep, sequence_parallel=arguments.tp > 1 and arguments.ep > 1
     )
     mesh = start_mesh(layout, seed=0, timeout=timedelta(minutes=2))
-    on = setup(arguments.model, mesh, arguments.generation_tp)
+    on = setup(arguments.model, mesh, arguments.generation_tp, arguments.weights)
     if arguments.crash:
         dist.barrier()
         os._exit(0)
@@ -112,7 +113,7 @@ class Setup:
             parameter.tensor.add_(0.05 * noise)
 
 
-def setup(folder: Path, mesh: Mesh, generation_tp: int) -> Setup:
+def setup(folder: Path, mesh: Mesh, generation_tp: int, weights: Literal["load", "direct"]) -> Setup:
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm")
     import_hf(model, spec, mesh)
@@ -122,7 +123,7 @@ def setup(folder: Path, mesh: Mesh, generation_tp: int) -> Setup:
     before = process_state()
     engine = VLLMRolloutEngine(
         model, spec, mesh, config, dtype=torch.float32, decode=text, eos_ids=[2], tokenizer_folder=folder,
-        max_model_len=MAX_MODEL_LEN, weights="load", seed=0,
+        max_model_len=MAX_MODEL_LEN, weights=weights, seed=0,
     )  # fmt: skip
     return Setup(mesh, spec, model, engine, process_state() == before)
 
