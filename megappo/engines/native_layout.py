@@ -13,7 +13,7 @@ from torch import nn
 from megappo.config.grid import GenerationGrid
 from megappo.engines.hybrid.native import HybridTransfer
 from megappo.engines.hybrid.weights import GenerationWeights
-from megappo.engines.native.check import check_model
+from megappo.engines.native.check import check_generation_size, check_model
 from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.piece_model import build_piece_model
 from megappo.engines.native.ranks import DecodingRanks
@@ -45,6 +45,7 @@ class NativeLayoutEngine:
         max_num_batched_tokens: int,
         bucket_bytes: int,
     ) -> None:
+        check_generation_size(spec.shape, tp)
         self._wrapped = model
         stage = unwrapped(model)
         self._grid = GenerationGrid(mesh.training_grid, tp)

@@ -1,4 +1,7 @@
-"""Builds a model's stage on Megatron: the only file that constructs GPTModel. Weights come from `import_hf.py`."""
+"""Builds a model's stage on Megatron, for training. Weights come from `import_hf.py`.
+
+GPTModel is constructed here and, without weights, in `engines/native/piece_model.py` alone.
+"""
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 

@@ -1,5 +1,6 @@
 """Modules that compute on pieces, against float64 products of the whole weights; without ranks."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megappo.engines.hybrid.weights import GenerationWeights, Pieces
+from megappo.engines.native.check import check_generation_size
 from megappo.engines.native.piece_experts import ExpertsPieces
 from megappo.engines.native.pieces import (
     ColumnPieces,
@@ -18,7 +20,8 @@ from megappo.engines.native.pieces import (
     VocabularyPieces,
 )
 from megappo.engines.native.ranks import DecodingRanks
-from megappo.models.families.base import MoeShape
+from megappo.errors import ConfigError
+from megappo.models.families.base import ModelShape, MoeShape
 
 
 class OneRank:
@@ -147,6 +150,19 @@ def test_a_rank_adds_up_the_experts_that_it_holds_and_the_shared_one(norm: bool)
     output, _ = bound(ExpertsPieces(moe), weights)(hidden)
     expected = reference(hidden, router, gate_up, down, held, norm) + shared
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # the router computes in float32
+
+
+def test_sizes_that_cut_a_model_unevenly_are_refused_with_those_that_do_not():
+    shape = ModelShape(
+        num_layers=1, hidden_size=32, ffn_size=48, num_heads=12, num_kv_heads=4, head_dim=8, vocab_size=100,
+        max_positions=64, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied=False,
+    )  # fmt: skip
+    check_generation_size(shape, 12)
+    with pytest.raises(ConfigError, match=r"_size: 3 does not divide .* 12 attention heads, .* possible: 1, 2, 4, 12$"):
+        check_generation_size(shape, 3)
+    with_experts = replace(shape, moe=MoeShape(num_experts=6, top_k=2, ffn_size=5))
+    with pytest.raises(ConfigError, match=r"rows, 6 experts; possible: 1, 2$"):
+        check_generation_size(with_experts, 4)
 
 
 def test_a_module_without_weights_says_so():

@@ -3,6 +3,7 @@
 from megatron.core.transformer import TransformerConfig
 
 from megappo.errors import ConfigError
+from megappo.models.families.base import ModelShape
 
 
 def check_model(config: TransformerConfig) -> None:
@@ -17,3 +18,24 @@ def check_model(config: TransformerConfig) -> None:
     for name, is_used in unsupported.items():
         if is_used:
             raise ConfigError(f"rollout.engine: native does not decode with {name}; use a layout or model without it")
+
+
+def check_generation_size(shape: ModelShape, tp: int) -> None:
+    """ConfigError, with the sizes that would do, where `tp` ranks can't share the heads, rows and experts evenly."""
+    if _fits(shape, tp):
+        return
+    experts = "" if shape.moe is None else f", {shape.moe.num_experts} experts"
+    possible = ", ".join(str(size) for size in range(1, shape.num_heads + 1) if _fits(shape, size))
+    raise ConfigError(
+        f"rollout.tensor_model_parallel_size: {tp} does not divide this model's {shape.num_heads} attention heads, "
+        f"{shape.num_kv_heads} KV heads (or is no multiple of them), {shape.ffn_size} feed-forward rows{experts}; "
+        f"possible: {possible}"
+    )
+
+
+def _fits(shape: ModelShape, tp: int) -> bool:
+    rows = [shape.num_heads, shape.ffn_size]
+    if shape.moe is not None:
+        rows += [shape.moe.num_experts, shape.moe.shared_ffn_size]
+    kv_heads_fit = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
+    return kv_heads_fit and all(size % tp == 0 for size in rows)
