@@ -59,7 +59,8 @@ class RoleBuilder:
     def _model(self, path: str, head: Head) -> GPTModel:
         spec = read_model(Path(path))
         model = build_model(
-            spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head
-        )
+            spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
+            experts=self.config.model.experts,
+        )  # fmt: skip
         import_hf(model, spec, self.mesh)
         return model

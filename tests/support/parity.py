@@ -1,11 +1,16 @@
-"""Comparing training runs on different layouts, tensor by tensor in Hugging Face names."""
+"""Training runs on different layouts, compared tensor by tensor in Hugging Face names."""
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from tests.support.ranks import run_ranks
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,89 @@ def largest_difference(folder: Path, reference: Path, origin: Path | None = None
         if relative > worst.relative:
             worst = Difference(relative, name)
     return worst
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where the runs wrote, and the metrics of each step of each run."""
+
+    folder: Path
+    models: dict[str, Path]
+    metrics: dict[str, list[dict[str, Any]]]
+
+    def gradients(self, name: str, role: str) -> Difference:
+        return largest_difference(self.folder / name / f"{role}-gradients", self.folder / "one" / f"{role}-gradients")
+
+    def changes(self, name: str, role: str) -> Difference:
+        ours, one = (self.folder / run / f"{role}-weights" for run in (name, "one"))
+        return largest_difference(ours, one, origin=self.models[role])
+
+    def gradient_norms(self, name: str) -> float:
+        """Largest relative difference of a step's gradient norms, which clipping divides by."""
+        return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0)
+
+    def losses(self, name: str) -> float:
+        """Largest difference of a step's actor, critic or KL loss, relative to max(|loss|, 1)."""
+        names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
+        return self._largest(name, names, smallest=1.0)
+
+    def _largest(self, name: str, names: Sequence[str], smallest: float) -> float:
+        return max(
+            abs(ours[key] - one[key]) / max(abs(one[key]), smallest)
+            for ours, one in zip(self.metrics[name], self.metrics["one"], strict=True)
+            for key in names
+        )
+
+
+def parity_runs(folder: Path, actor: Path, critic: Path, layouts: Mapping[int, Mapping[str, str]]) -> Runs:
+    """Three PPO steps of each layout. `layouts`: number of ranks → name → overrides; `one` is what all compare with."""
+    config = _write_experiment(folder, actor, critic)
+    metrics: dict[str, list[dict[str, Any]]] = {}
+    for num_ranks, named in layouts.items():
+        words = [f"{name}={overrides}" if overrides else name for name, overrides in named.items()]
+        result = run_ranks(
+            "tests.distributed.programs.parity", "--config", config, "--folder", folder, "--runs", *words,
+            nproc=num_ranks, timeout=600,
+        )  # fmt: skip
+        metrics |= {name: [line for line in run["metrics"] if line["step"]] for name, run in result.items()}
+    _print_table(found := Runs(folder, {"actor": actor, "critic": critic}, metrics))
+    return found
+
+
+def _write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
+    prompts = folder / "train.jsonl"
+    lines = [{"prompt": f"add {number} " * (1 + number % 3), "answer": str(number)} for number in range(40)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    optim = {"lr": 1e-3, "weight_decay": 0.01}
+    experiment = {
+        "model": {"path": str(actor), "dtype": "float32", "layers": "torch"},
+        "actor": {
+            "ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 2, "use_kl_loss": True, "kl_loss_coef": 0.05,
+            "entropy_coeff": 0.01, "optim": optim,
+        },
+        "critic": {"path": str(critic), "ppo_mini_batch_size": 8, "optim": optim},
+        "algorithm": {"gamma": 0.99, "lam": 0.95, "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef":
+        0.05}},
+        "rollout": {"n": 2},
+        "reward": {"parts": [
+            {"name": "length", "kind": "function", "function": "tests.support.rewards:length_reward"}
+        ]},
+        "data": {
+            "train_files": [str(prompts)], "train_batch_size": 8, "max_prompt_length": 32, "max_response_length": 12,
+            "apply_chat_template": False,
+        },
+        "trainer": {"run_dir": str(folder / "run"), "total_steps": 3, "save_last": False},
+        "observe": {"tensorboard": False, "samples_freq": 0},
+    }  # fmt: skip
+    file = folder / "parity.yaml"
+    file.write_text(json.dumps(experiment))  # JSON is YAML
+    return file
+
+
+def _print_table(runs: Runs) -> None:
+    """The table that `pytest -s` shows."""
+    print(f"\n{'run':<22}{'actor grad':>12}{'critic grad':>12}{'loss':>12}{'actor Δw':>12}{'critic Δw':>12}")
+    for name in runs.metrics:
+        figures = [runs.gradients(name, role).relative for role in ("actor", "critic")] + [runs.losses(name)]
+        figures += [runs.changes(name, role).relative for role in ("actor", "critic")]
+        print(f"{name:<22}" + "".join(f"{figure:>12.1e}" for figure in figures))

@@ -1,7 +1,8 @@
 """Three PPO steps of the product's own loop on recorded rollouts, on any layout.
 
 Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
-sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages: the comparison must see both.
+sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages, `…+expert-copies` that of
+experts over TP ranks that hold copies of them: the comparison must see all three.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megappo.config.load import load_experiment
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.rollout import Progress
 from megappo.experience.sample import Prompt, RolloutSample
+from megappo.models import build
 from megappo.models.build import read_model
 from megappo.models.export_hf import export_hf
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
@@ -51,6 +53,16 @@ class RecordedRollouts:
         return RolloutSample(prompt, position, sample, ids, log_probs, text, "length")
 
 
+class NoSwitch:
+    """Stands for the switch of weights, for which recorded rollouts have no use."""
+
+    def to_rollout(self, step: int) -> dict[str, float]:
+        return {}
+
+    def to_training(self) -> None:
+        pass
+
+
 @contextlib.contextmanager
 def broken(kind: str | None) -> Any:
     """Megatron without one of its gradient reductions."""
@@ -64,20 +76,40 @@ def broken(kind: str | None) -> Any:
     }
     if kind is None:
         yield
-        return
-    original = getattr(module, name[kind])
-    setattr(module, name[kind], lambda *arguments, **options: None)
+    elif kind == "expert-copies":
+        with replaced(build, "_mark_shards", _without_expert_groups(build._mark_shards)):
+            yield
+    else:
+        with replaced(module, name[kind], lambda *arguments, **options: None):
+            yield
+
+
+@contextlib.contextmanager
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name[kind], original)
+        setattr(module, name, original)
+
+
+def _without_expert_groups(mark: Callable[..., None]) -> Callable[..., None]:
+    """Every parameter is reduced over the dense weights' data-parallel group, as Megatron does it at EP 1."""
+
+    def marked(model: torch.nn.Module, *arguments: Any) -> None:
+        mark(model, *arguments)
+        for parameter in model.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+
+    return marked
 
 
 def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The reduced gradient of each parameter, also where data-parallel ranks hold a shard of each bucket."""
     wrapped = optimizer.wrapped
     if wrapped.ddp_config.use_distributed_optimizer:
-        for buffer in wrapped.buffers:
+        for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -117,11 +149,13 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     config = load_experiment(config_file, [*overrides, f"trainer.run_dir={folder / 'run'}"])
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     model_path = Path(config.model.path)
-    trainer = dataclasses.replace(build_ppo(config, mesh), rollout=RecordedRollouts())  # type: ignore[arg-type]
-    roles = {"actor": trainer.actor.engine, "critic": trainer.critic.engine}
-    for role, engine in roles.items():
-        _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
     with broken(kind):
+        trainer = dataclasses.replace(
+            build_ppo(config, mesh), rollout=RecordedRollouts(), switch=NoSwitch()  # type: ignore[arg-type]
+        )  # fmt: skip
+        roles = {"actor": trainer.actor.engine, "critic": trainer.critic.engine}
+        for role, engine in roles.items():
+            _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
         trainer.fit()
     for role, engine in roles.items():
         export_hf(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")

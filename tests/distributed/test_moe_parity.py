@@ -1,0 +1,76 @@
+"""Models with experts make the one-rank optimizer steps on every layout of experts: three PPO steps in float32."""
+
+
+import pytest
+
+from tests.support.parity import Runs, parity_runs, read_folder
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+GRADIENT_LIMIT = 1e-5
+LOSS_LIMIT = 1e-5
+WEIGHT_LIMIT = 1e-3
+SP = "layout.tp=2,layout.sequence_parallel=true"
+PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
+ONE_RANK = {"one": "", "sequential": "model.experts=sequential"}
+TWO_RANKS = {
+    "dp2": "",
+    "pp2": "layout.pp=2",
+    "ep2": "layout.ep=2",
+    "ep2-sequential": "layout.ep=2,model.experts=sequential",
+    "ep2-plain-optimizer": f"layout.ep=2,{PLAIN_OPTIMIZER}",
+    # Whole experts on both TP ranks: copies for experts, shards for everything else.
+    "tp2-sp": SP,
+    "tp2-sp-ep2": f"{SP},layout.ep=2",
+    "tp2-sp-ep2-sequential": f"{SP},layout.ep=2,model.experts=sequential",
+    "tp2-sp-etp2": f"{SP},layout.etp=2",
+}
+BROKEN = {"tp2-sp+expert-copies": SP}
+FOUR_RANKS = {
+    "tp2-sp-dp2-ep2": f"{SP},layout.ep=2",
+    "tp2-sp-dp2-ep2-etp2": f"{SP},layout.ep=2,layout.etp=2",
+    "pp2-ep2": "layout.pp=2,layout.ep=2",
+}
+LAYOUTS = ["sequential", *TWO_RANKS, *FOUR_RANKS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("parity")
+    # A shared expert with its gate, biases, and weights of a token's experts that do not sum to 1.
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", tied=True))
+    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
+    return parity_runs(folder, actor, critic, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_before_the_first_step_equal_one_rank(runs: Runs, name: str, role: str) -> None:
+    worst = runs.gradients(name, role)
+    assert worst.relative <= GRADIENT_LIMIT, worst
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_losses_and_gradient_norms_of_all_steps_equal_one_rank(runs: Runs, name: str) -> None:
+    assert runs.losses(name) <= LOSS_LIMIT
+    assert runs.gradient_norms(name) <= LOSS_LIMIT
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_after_three_steps_moved_as_on_one_rank(runs: Runs, name: str, role: str) -> None:
+    worst = runs.changes(name, role)
+    assert worst.relative <= WEIGHT_LIMIT, worst
+
+
+def test_experts_that_learn_from_one_rank_alone_are_seen(runs: Runs) -> None:
+    """What Megatron does with copies of experts on TP ranks, unless its groups are told."""
+    worst = runs.gradients("tp2-sp+expert-copies", "actor")
+    assert worst.relative > 0.1 and ".mlp.experts." in worst.tensor
+    assert runs.changes("tp2-sp+expert-copies", "actor").relative > 100 * WEIGHT_LIMIT
+
+
+def test_gradients_are_not_trivially_zero(runs: Runs) -> None:
+    for role in ("actor", "critic"):
+        gradients = read_folder(runs.folder / "one" / f"{role}-gradients")
+        norms = {name: float(tensor.norm()) for name, tensor in gradients.items()}
+        assert min(norms.values()) > 0, min(norms, key=norms.__getitem__)
