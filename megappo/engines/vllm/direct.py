@@ -120,18 +120,19 @@ def _keep_plain(layer: nn.Module, remove_weight: bool) -> None:
 def _apply_experts(
     experts: Any,
     output: Tensor,
-    hidden: Tensor,
-    w13: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     *_: Any,
     **__: Any,
 ) -> None:
-    """SwiGLU experts: `output` [tokens, H] becomes the weighted sum of each token's experts."""
+    """SwiGLU experts: `output` [tokens, H] becomes the weighted sum of each token's experts. vLLM names its arguments:
+    `w1` is a layer's w13_weight, `w2` its w2_weight."""
     output.zero_()
-    for expert in range(len(w13)):
+    for expert in range(len(w1)):
         tokens, place = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(hidden[tokens], w13[expert]).chunk(2, dim=-1)
+        gate, up = F.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
         made = F.linear(F.silu(gate) * up, w2[expert])
         output.index_add_(0, tokens, made * topk_weights[tokens, place, None].to(made.dtype))
