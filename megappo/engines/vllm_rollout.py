@@ -66,6 +66,7 @@ class VLLMRolloutEngine:
         self._decode = decode
         self._eos_ids = tuple(eos_ids)
         self._has_tokenizer = bool(config.stop)
+        self._seed_per_request = config.seed_per_request
         self._transfer: WeightTransfer = LoadTransfer(unwrapped(model), spec, mesh)
         if chosen_way(weights, config.quantization) == "direct":
             self._transfer = DirectTransfer(
@@ -155,7 +156,15 @@ class VLLMRolloutEngine:
         check_requests(requests, sampling, self._vocab_size, self._max_model_len)
         check_sampling(sampling, self._has_tokenizer)
         with process_state_kept():
-            return generate(self._llm.llm_engine, requests, sampling, self._eos_ids, self._decode, progress)
+            return generate(
+                self._llm.llm_engine,
+                requests,
+                sampling,
+                self._eos_ids,
+                self._decode,
+                progress,
+                seed_per_request=self._seed_per_request,
+            )
 
     def release(self) -> None:
         """Puts the engine to sleep, which frees its cache, and its weights where they are not training's."""

@@ -128,9 +128,10 @@ class Switch:
     ) -> None:
         self._group = group
         self._aliases: list[tuple[Transfer, Views]] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._has_run = False
         self._copies: list[tuple[Transfer, Tensor, Tensor]] = []
         self._destination = destination
-        self._element_bytes = planner.element_bytes
         receives: list[tuple[Transfer, Views]] = []
         for transfer in planner.receives(rank):
             if transfer.way is Way.GATHER:
@@ -142,6 +143,8 @@ class Switch:
             else:
                 pairs = _paired(destination.view(transfer), views)
                 self._copies += [(transfer, target, source) for target, source in pairs]
+        self._copied_bytes = sum(target.nbytes for _, target, _ in self._copies)
+        self._aliased_bytes = sum(transfer.num_elements for transfer, _ in self._aliases) * planner.element_bytes
         sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
         self._buckets = _bucketed(planner.buckets.count, receives, sends)
         staging = [bucket.staging_bytes for bucket in self._buckets] + [0]
@@ -151,19 +154,35 @@ class Switch:
     @torch.no_grad()
     def run(self) -> Moved:
         """Makes the training weights of this moment the generation layout's. Raises SwitchError."""
-        moved = Moved()
+        moved = Moved(aliased=self._aliased_bytes)
         for transfer, views in self._aliases:
             self._destination.alias(transfer, views)
-            moved.aliased += transfer.num_elements * self._element_bytes
-        if self._copies:
-            _, targets, sources = zip(*self._copies, strict=True)
-            torch._foreach_copy_(targets, sources)  # a few fused launches, where a loop would take one a tensor
-            moved.copied = sum(target.nbytes for target in targets)
+        moved.copied = self._copy()
         self._run_buckets(moved)
+        self._has_run = True
         assert moved.peak_bytes <= self.extra_bytes, (
             f"the switch took {moved.peak_bytes} bytes of staging, its plan has {self.extra_bytes}"
         )
         return moved
+
+    def _copy(self) -> int:
+        """The copies on the device; returns their bytes.
+
+        On a GPU they are recorded in the second run and replayed: hundreds of small copies then cost one launch.
+        """
+        if not self._copies:
+            return 0
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            _, targets, sources = zip(*self._copies, strict=True)
+            torch._foreach_copy_(targets, sources)
+            if targets[0].is_cuda and self._has_run:
+                torch.cuda.synchronize()
+                self._graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self._graph):
+                    torch._foreach_copy_(targets, sources)
+        return self._copied_bytes
 
     @torch.no_grad()
     def differences(self) -> dict[str, float]:

@@ -72,6 +72,11 @@ class Transfer:
         """The engine's name of the parameter."""
         return with_numbers(self.target, self.layer)
 
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells the parameter from others, without making its name."""
+        return self.target, self.layer
+
 
 @dataclass(frozen=True, slots=True)
 class _Span:

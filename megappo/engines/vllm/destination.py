@@ -21,6 +21,7 @@ class VLLMDestination:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._found: dict[str, tuple[nn.Module, str]] = {}
+        self._bound: dict[tuple[str, int | None], tuple[dict[str, nn.Parameter | None], str]] = {}
 
     def alias(self, transfer: Transfer, views: Views) -> None:
         """Binds the whole parameter to the training shard's memory; nothing where it is bound."""
@@ -34,7 +35,14 @@ class VLLMDestination:
         parameter.data = view
 
     def is_alias(self, transfer: Transfer, views: Views) -> bool:
-        return self.parameter(transfer.target_name).data_ptr() == views[0].data_ptr()
+        # Asked for every parameter in every switch: what takes time is done once.
+        if transfer.key not in self._bound:
+            self.parameter(transfer.target_name)
+            module, leaf = self._found[transfer.target_name]
+            self._bound[transfer.key] = (module._parameters, leaf)
+        parameters, leaf = self._bound[transfer.key]
+        parameter = parameters[leaf]
+        return parameter is not None and parameter.data_ptr() == views[0].data_ptr()
 
     def view(self, transfer: Transfer) -> Tensor:
         tensor = self.parameter(transfer.target_name).data

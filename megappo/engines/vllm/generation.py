@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
+import numpy
+import torch
+
 from megappo.config.checks_vllm import LEAST_TEMPERATURE
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
 from megappo.errors import ConfigError
@@ -30,14 +33,23 @@ def generate(
     eos_ids: Sequence[int],
     decode: Callable[[Sequence[int]], str],
     progress: Progress | None,
+    *,
+    seed_per_request: bool,
 ) -> list[Completion]:
-    """Completions in the order of the requests, from a vLLM `LLMEngine` without any others."""
+    """Completions in the order of the requests, from a vLLM `LLMEngine` without any others.
+
+    With `seed_per_request` each has noise of its own, from its key; otherwise the keys together seed the generators of
+    this process, which the caller puts back.
+    """
+    if not seed_per_request and requests:
+        keys = [request.noise_key for request in requests]
+        torch.manual_seed(int(numpy.random.SeedSequence(keys).generate_state(1)[0]))
     completions: dict[int, Completion] = {}
     engine_ids: list[str] = []
     try:
         for index, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            parameters = vllm_sampling(sampling, request.noise_key, eos_ids)
+            parameters = vllm_sampling(sampling, request.noise_key if seed_per_request else None, eos_ids)
             engine_ids.append(engine.add_request(str(index), prompt, parameters))
         while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
@@ -50,7 +62,7 @@ def generate(
     return [completions[index] for index in range(len(requests))]
 
 
-def vllm_sampling(sampling: SamplingParams, noise_key: int, eos_ids: Sequence[int]) -> Any:
+def vllm_sampling(sampling: SamplingParams, seed: int | None, eos_ids: Sequence[int]) -> Any:
     """vLLM's parameters of one request. End tokens are ours, not those that vLLM finds in the model's folder."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -59,7 +71,7 @@ def vllm_sampling(sampling: SamplingParams, noise_key: int, eos_ids: Sequence[in
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
-        seed=noise_key,
+        seed=seed,
         max_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         stop_token_ids=sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}),

@@ -2,6 +2,7 @@
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
+import gc
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ class EngineMemory:
         self._sleeps = sleeps and not runtime.on_cpu
         self._level = level
         if self._sleeps:
+            # vLLM collects garbage in every sleep; what the engine is made of stays, and need not be looked through.
+            gc.collect()
+            gc.freeze()
             self._llm.sleep(level=level)
         held = cpu_bytes(llm) if runtime.on_cpu else used_bytes() - used_before_start
         self._held = HeldBytes(asleep=held, with_weights=held, awake=held)
