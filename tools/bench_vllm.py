@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved generations of both engines")
     parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
     parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization of each engine")
+    parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization")
+    parser.add_argument("--stock-utilization", type=float, help="that of the stock vLLM, which has weights of its own")
     parser.add_argument("--quantization", choices=("fp8",), help="through vLLM's loader, then")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-stock", action="store_true", help="leave the other vLLM out")
@@ -176,7 +177,12 @@ def compare_log_probs(when: str, engine: VLLMRolloutEngine, model: torch.nn.Modu
 def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> None:
     """Both engines in turns, each `rounds` times, after one unmeasured round."""
     command = [sys.executable, __file__, "--stock", str(folder), "--shape", options.shape, "--dtype", options.dtype]
-    command += ["--utilization", str(options.utilization), "--prompts", str(options.prompts)]
+    command += [
+        "--utilization",
+        str(options.stock_utilization or options.utilization),
+        "--prompts",
+        str(options.prompts),
+    ]
     command += ["--eager"] if options.eager else []
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     stock = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
