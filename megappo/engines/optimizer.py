@@ -9,9 +9,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.config.optim import OptimConfig
+from megappo.errors import ConfigError
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -28,6 +30,7 @@ class Optimizer:
     """
 
     def __init__(self, model: GPTModel, config: OptimConfig, total_steps: int) -> None:
+        _refuse_stages_without_experts(model.config)
         self.wrapped = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -106,6 +109,24 @@ class Optimizer:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
+
+
+def _refuse_stages_without_experts(config: TransformerConfig) -> None:
+    """ConfigError, the same on every rank, where one pipeline stage has experts and another none.
+
+    Megatron makes an optimizer for the experts of a stage (0.16.1, 0.19.2): ranks without it would neither take part in
+    its gradient norm nor find its state in a checkpoint.
+    """
+    has_experts, pp = config.moe_layer_freq, config.pipeline_model_parallel_size
+    if not isinstance(has_experts, list):
+        return
+    size = len(has_experts) // pp
+    for stage in range(pp):
+        if not any(has_experts[stage * size : (stage + 1) * size]):
+            raise ConfigError(
+                f"layout.pp: {pp} makes stage {stage} of layers {stage * size} to {(stage + 1) * size - 1}, none of "
+                "which has experts, as layers of other stages have; set a smaller one"
+            )
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:

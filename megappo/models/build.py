@@ -67,11 +67,11 @@ def build_model(
             tp_group=mesh.tp_group,
         )
     model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
-    _mark_shards(model, spec, head, mesh)
+    _mark_shards(model, spec, head)
     return model
 
 
-def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head, mesh: Mesh) -> None:
+def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
     """Sets the attributes by which Megatron knows shards from copies.
 
     `tensor_model_parallel` tells the gradient norm that a parameter is no copy that every TP rank holds. Megatron sets
@@ -79,13 +79,13 @@ def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head, mesh: Mesh) -> No
     clipping, counts the shards of TP rank 0 alone.
     `allreduce` False makes the gradients of experts be summed over the ranks that hold copies of them. Megatron sets it
     where there are several EP ranks (0.16.1, 0.19.2); with whole experts on TP ranks there are other copies than of
-    dense weights too, and each would learn from its own rank's tokens alone.
+    dense weights too, and each would learn from its own rank's tokens alone. Here it is set always: experts then have
+    an optimizer of their own on every layout, and a checkpoint looks the same.
     """
-    is_dense_grid = mesh.ep == 1 and mesh.etp == mesh.tp
     for item in stage_parameters(model, spec.family.weight_map(spec.shape, head)):
-        parameter, is_expert = item.parameter, item.expert is not None
-        if is_expert:
-            parameter.allreduce = is_dense_grid  # type: ignore[attr-defined]
+        parameter = item.parameter
+        if item.expert is not None:
+            parameter.allreduce = False  # type: ignore[attr-defined]
         if item.rule.axis is not None and not getattr(parameter, "tensor_model_parallel", False):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
             parameter.partition_dim = item.rule.axis + parameter.dim() - item.tensor.dim()  # type: ignore[attr-defined]

@@ -16,11 +16,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
 # grouped_mm wants rows of a multiple of 16 bytes, which are 8 numbers of bfloat16.
 _ALIGNMENT = 8
+
+_EXTRA_STATE = "_extra_state"
 
 
 class GroupedExperts(MegatronModule):
@@ -42,6 +45,7 @@ class GroupedExperts(MegatronModule):
 
         self.weight1 = empty(2 * rows, hidden)
         self.weight2 = empty(hidden, rows)
+        self.register_load_state_dict_post_hook(_without_extra_state)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`tokens` [tokens, hidden], sorted by local expert; `tokens_per_expert` [experts] int; `probs` [tokens].
@@ -80,7 +84,29 @@ class GroupedExperts(MegatronModule):
         return {
             f"{prefix}weight1": ShardedTensorFactory(fc1, weight1, build, partial(torch.cat, dim=1), replica),
             f"{prefix}weight2": shard(fc2, weight2, replica, (axis + 2, tp_rank, tp)),
+            **self._extra_state(prefix, sharded_offsets),
         }
+
+    def _extra_state(self, prefix: str, sharded_offsets: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+        """The empty extra state that each linear layer of a SequentialMLP saves, and misses when it loads."""
+        num_experts = self.num_local_experts * self.ep_group.size()
+        first = self.num_local_experts * self.ep_group.rank()
+        replica = (0, self.tp_group.rank(), self.dp_group.rank())
+        state = {}
+        for expert in range(first, first + self.num_local_experts):
+            offsets = (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
+            for linear in ("linear_fc1", "linear_fc2"):
+                key = f"{prefix}experts.{linear}.{_EXTRA_STATE}"
+                state[f"{prefix}{expert}.{linear}.{_EXTRA_STATE}"] = make_sharded_object_for_checkpoint(
+                    None, key, offsets, replica
+                )
+        return state
+
+
+def _without_extra_state(module: nn.Module, incompatible: Any) -> None:
+    """What a checkpoint has for a SequentialMLP is no surprise to be refused."""
+    unexpected = incompatible.unexpected_keys
+    unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 
 
 def _product(tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Models with experts make the one-rank optimizer steps on every layout of experts: three PPO steps in float32."""
 
-
 import pytest
 
 from tests.support.parity import Runs, parity_runs, read_folder

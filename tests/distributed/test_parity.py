@@ -1,6 +1,5 @@
 """Every layout makes the one-rank optimizer steps: gradients, losses and weights of three PPO steps, in float32."""
 
-
 import pytest
 
 from tests.support.parity import Runs, parity_runs, read_folder

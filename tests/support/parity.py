@@ -85,20 +85,27 @@ class Runs:
 
 def parity_runs(folder: Path, actor: Path, critic: Path, layouts: Mapping[int, Mapping[str, str]]) -> Runs:
     """Three PPO steps of each layout. `layouts`: number of ranks → name → overrides; `one` is what all compare with."""
-    config = _write_experiment(folder, actor, critic)
+    config = write_experiment(folder, actor, critic)
     metrics: dict[str, list[dict[str, Any]]] = {}
     for num_ranks, named in layouts.items():
-        words = [f"{name}={overrides}" if overrides else name for name, overrides in named.items()]
-        result = run_ranks(
-            "tests.distributed.programs.parity", "--config", config, "--folder", folder, "--runs", *words,
-            nproc=num_ranks, timeout=600,
-        )  # fmt: skip
-        metrics |= {name: [line for line in run["metrics"] if line["step"]] for name, run in result.items()}
+        metrics |= run_layouts(folder, config, num_ranks, named)
     _print_table(found := Runs(folder, {"actor": actor, "critic": critic}, metrics))
     return found
 
 
-def _write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
+def run_layouts(
+    folder: Path, config: Path, num_ranks: int, named: Mapping[str, str]
+) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of each step of each run; `named`: name → overrides. Each run writes into `folder/NAME`."""
+    words = [f"{name}={overrides}" if overrides else name for name, overrides in named.items()]
+    result = run_ranks(
+        "tests.distributed.programs.parity", "--config", config, "--folder", folder, "--runs", *words,
+        nproc=num_ranks, timeout=600,
+    )  # fmt: skip
+    return {name: [line for line in run["metrics"] if line["step"]] for name, run in result.items()}
+
+
+def write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
     prompts = folder / "train.jsonl"
     lines = [{"prompt": f"add {number} " * (1 + number % 3), "answer": str(number)} for number in range(40)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,57 @@
+"""Checkpoints of models with experts: resumed to the bit at EP 2, to rounding where experts are laid out otherwise."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.parity import largest_difference, run_layouts, write_experiment
+from tests.support.runs import learning
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+SP = "layout.tp=2,layout.sequence_parallel=true"
+SAVE = "trainer.save_freq=1"
+# Three steps each; a resumed run makes the third from what another one saved after the second.
+SAVED = {"grouped": f"layout.ep=2,{SAVE}", "sequential": f"{SP},layout.ep=2,model.experts=sequential,{SAVE}"}
+RESUMED = {
+    "grouped-again": (f"layout.ep=2,{SAVE}", "grouped"),
+    "sequential-again": (SAVED["sequential"], "sequential"),
+    "grouped-as-sequential": ("layout.ep=2,model.experts=sequential", "grouped"),
+    "grouped-at-etp2": (f"{SP},layout.etp=2", "grouped"),
+    "grouped-at-pp2": ("layout.pp=2", "grouped"),
+    "sequential-as-grouped": (f"{SP},layout.ep=2", "sequential"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoints")
+    actor = tiny_tokenizer(tiny_model(root / "actor", "qwen2_moe", tied=True))
+    critic = tiny_tokenizer(tiny_model(root / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
+    resumed = {
+        name: f"{overrides},trainer.resume={root / source / 'run' / 'checkpoints' / 'step-000002'}"
+        for name, (overrides, source) in RESUMED.items()
+    }
+    run_layouts(root, write_experiment(root, actor, critic), 2, SAVED | resumed)
+    return root
+
+
+@pytest.mark.parametrize("kind", ["grouped", "sequential"])
+def test_resumed_run_is_the_same_to_the_bit(folder: Path, kind: str) -> None:
+    """Metrics of the third step; weights and optimizer state by the checksums of what was written after it."""
+    whole, resumed = folder / kind / "run", folder / f"{kind}-again" / "run"
+    (ours,), expected = learning(resumed), learning(whole)[2]
+    assert len(ours) > 20 and ours == expected
+    sums = [json.loads((run / "checkpoints" / "step-000003" / "manifest.json").read_text()) for run in (resumed, whole)]
+    tensors = [{name: value for name, value in part.items() if name.endswith(".distcp")} for part in sums]
+    assert len(tensors[0]) >= 4 and tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", [name for name in RESUMED if not name.endswith("-again")])
+def test_checkpoint_goes_on_where_experts_are_laid_out_otherwise(folder: Path, name: str, role: str) -> None:
+    """Weights and optimizer state were resharded: the third step moves the weights as it did without a break."""
+    _, source = RESUMED[name]
+    ours, theirs = (folder / run / f"{role}-weights" for run in (name, source))
+    worst = largest_difference(ours, theirs, origin=folder / role)
+    assert worst.relative <= 1e-3, worst
