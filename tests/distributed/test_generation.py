@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import FAMILY_NAMES, tiny_model
+from tests.support.tiny_models import FAMILY_NAMES, FamilyName, tiny_model
 
 LAYOUTS = {"tp1": (), "tp2": ("--tp", 2), "tp2 sp": ("--tp", 2, "--sp"), "pp2": ("--pp", 2)}
-MODELS = (*FAMILY_NAMES, "odd")
+EXPERTS: tuple[FamilyName, ...] = ("qwen2_moe", "qwen3_moe")
+MODELS = (*FAMILY_NAMES, "odd", *EXPERTS)
 NUM_PROMPTS = 16
 
 
@@ -26,7 +27,7 @@ def ragged_prompts(seed: int) -> list[list[int]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder a model, with its prompts. `odd`: one KV head, tied, and a vocabulary that needs padding."""
     folder = tmp_path_factory.mktemp("models")
-    for number, family in enumerate(FAMILY_NAMES):
+    for number, family in enumerate((*FAMILY_NAMES, *EXPERTS)):
         tiny_model(folder / family, family, seed=number)
     tiny_model(folder / "odd", "llama", seed=7, tied=True, vocab_size=131, num_kv_heads=1)
     for number, name in enumerate(MODELS):

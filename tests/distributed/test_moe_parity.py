@@ -69,7 +69,10 @@ def test_experts_that_learn_from_one_rank_alone_are_seen(runs: Runs) -> None:
 
 
 def test_gradients_are_not_trivially_zero(runs: Runs) -> None:
+    """The critic's last experts get no token of the first minibatch, so that a gradient of zero is compared too."""
+    zero = {}
     for role in ("actor", "critic"):
         gradients = read_folder(runs.folder / "one" / f"{role}-gradients")
-        norms = {name: float(tensor.norm()) for name, tensor in gradients.items()}
-        assert min(norms.values()) > 0, min(norms, key=norms.__getitem__)
+        zero[role] = [name for name, tensor in gradients.items() if not tensor.any()]
+    assert not zero["actor"]
+    assert zero["critic"] and all(".mlp.experts.3." in name for name in zero["critic"])

@@ -56,7 +56,7 @@ def text(token_ids: Sequence[int]) -> str:
 def setup(folder: Path, mesh: Mesh) -> Setup:
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm")
-    import_hf(model, spec, mesh)
+    import_hf(model.eval(), spec, mesh)  # in training, experts under TP refuse to run without SP
     prompts = [tuple(prompt) for prompt in json.loads((folder / "prompts.json").read_text())]
     return Setup(mesh, spec, model, prompts)
 
@@ -267,7 +267,7 @@ def weights_in_place(on: Setup) -> dict[str, Any]:
 
 def run(folder: Path, mesh: Mesh) -> dict[str, Any]:
     results: dict[str, Any] = {"families": {}}
-    for name in ("llama", "qwen2", "qwen3", "odd"):
+    for name in ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe"):
         results["families"][name] = family_results(setup(folder / name, mesh))
     odd = setup(folder / "odd", mesh)
     sampling = SamplingParams(temperature=50.0, max_tokens=40, ignore_eos=True)
