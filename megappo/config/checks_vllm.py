@@ -35,6 +35,9 @@ def vllm_problems(config: ExperimentConfig) -> list[Problem]:
     if rollout.max_num_batched_tokens < least:
         value = str(rollout.max_num_batched_tokens)
         problems.append(Problem("rollout.max_num_batched_tokens", value, why, f"at least {least}"))
+    if rollout.quantization == "fp8" and config.model.dtype == "float32":
+        remedy = "set model.dtype to bfloat16, or leave the quantization out"
+        problems.append(Problem("rollout.quantization", '"fp8"', "vLLM can't with model.dtype float32", remedy))
     for path, temperature in (
         ("rollout.temperature", rollout.temperature),
         ("trainer.evaluation.temperature", config.trainer.evaluation.temperature),

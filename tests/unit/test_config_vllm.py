@@ -53,6 +53,10 @@ def test_vllm_and_its_settings_are_sound(tmp_path: Path) -> None:
             "error trainer.evaluation.temperature: 0.001: vLLM would sample at 0.01 instead",
         ),
         (
+            [VLLM, "rollout.quantization=fp8", "model.dtype=float32"],
+            'error rollout.quantization: "fp8": vLLM can\'t with model.dtype float32; set model.dtype to bfloat16',
+        ),
+        (
             ["rollout.quantization=fp8"],
             'warning rollout.quantization: "fp8": does nothing, for rollout.engine is native; leave it out',
         ),

@@ -41,6 +41,10 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
         raise ConfigError(
             "rollout.enable_expert_parallel: true ends the process in vLLM on a CPU; set it to false or leave it out"
         )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"rollout.quantization: vLLM has no kernels on a CPU for {config.quantization}; leave it out there"
+        )
     if shape.head_dim not in CPU_HEAD_DIMS:
         raise ConfigError(
             f"rollout.engine: vllm has no attention on a CPU for heads of {shape.head_dim} ({spec.folder}), only for "
