@@ -54,6 +54,7 @@ def test_defaults_of_the_configuration_classes() -> None:
         ("qwen3_moe", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_moe", {}, "num_experts is missing"),
         ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 9}, "9 is more than the 8 experts"),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 1, "norm_topk_prob": True}, "would not learn"),
         ("qwen2_moe", {}, "shared_expert_intermediate_size is missing"),
     ],
 )
@@ -77,6 +78,18 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{\n"model_type" "llama"}')
     with pytest.raises(DataError, match=r"config\.json:2"):
         read_model(tmp_path)
+
+
+def test_layouts_that_do_not_divide_experts() -> None:
+    shape = FAMILIES["qwen2_moe"].shape(MOE | {"shared_expert_intermediate_size": 1026})
+    check_layout(shape, LayoutConfig(tp=2, ep=4, etp=3))
+    with pytest.raises(ConfigError, match=r"layout\.ep: 3 does not .* 8 experts; possible: 1, 2, 4, 8$"):
+        check_layout(shape, LayoutConfig(ep=3))
+    with pytest.raises(ConfigError, match=r"layout\.etp: 5 does not .* 768 rows of an expert; possible"):
+        check_layout(shape, LayoutConfig(etp=5))
+    # The shared expert is cut over TP; a dense feed-forward part is in no layer.
+    with pytest.raises(ConfigError, match=r"layout\.tp: 4 .* and 1026 feed-forward rows; possible: 1, 2$"):
+        check_layout(shape, LayoutConfig(tp=4))
 
 
 MOE: dict[str, Any] = LLAMA | {

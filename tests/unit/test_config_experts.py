@@ -1,0 +1,81 @@
+"""Rules of the layout of experts: each message, and that what is allowed passes."""
+# ruff: noqa: E501  a line of a table is one case, with the whole message
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config.checks import check_experiment
+from megappo.config.grid import TrainingGrid
+from megappo.config.layout import LayoutConfig
+from megappo.config.load import load_experiment
+from megappo.errors import ConfigError
+from megappo.parallel.mesh import data_parallel_size
+from tests.support.experiments import write_experiment
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6}
+SP = "layout.sequence_parallel=true"
+
+
+def found(folder: Path, *overrides: str, world_size: int | None = None, **model: object) -> list[str]:
+    """The errors about the layout, of a model with 8 experts of 6 rows unless told."""
+    config = load_experiment(write_experiment(folder, **(EXPERTS | model)), overrides)
+    texts = [problem.text() for problem in check_experiment(config, world_size)]
+    return [text for text in texts if text.startswith("layout.")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (["layout.ep=3"], 3, "layout.ep: 3: does not divide the 8 experts of"),
+        (["layout.ep=3"], 3, "nearest that can: 2 or 4"),
+        (["layout.etp=4"], 4, "layout.etp: 4: does not divide the 6 rows (moe_intermediate_size) of an expert of"),
+        (["layout.ep=4"], 2, "layout.ep: 4: times etp 1 does not divide the tp 1 · dp 2 = 2 ranks of a stage; nearest that can: 2"),
+        (["layout.ep=4", "layout.dp=6"], None, "layout.ep: 4: times etp 1 does not divide the tp 1 · dp 6 = 6 ranks of a stage; nearest that can: 3 or 6"),
+        (["layout.ep=2", "layout.etp=3"], 2, "layout.etp: 3: times ep 2 does not divide the tp 1 · dp 2 = 2 ranks of a stage; nearest that can: 1"),
+        (["layout.tp=3"], None, "layout.sequence_parallel: false: "),
+    ],
+)  # fmt: skip
+def test_each_rule(tmp_path: Path, overrides: list[str], world_size: int | None, expected: str) -> None:
+    lines = found(tmp_path, *overrides, world_size=world_size)
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["layout.ep=2"], 2),
+        (["layout.ep=2"], None),  # dp is not known yet
+        (["layout.tp=3", SP], 3),
+        (["layout.tp=3", SP, "layout.etp=3"], 3),
+        (["layout.tp=3", SP, "layout.etp=3", "layout.ep=2"], 6),
+        (["layout.pp=2", "layout.ep=2"], 4),
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, overrides: list[str], world_size: int | None) -> None:
+    assert found(tmp_path, *overrides, world_size=world_size) == []
+
+
+def test_a_dense_model_has_no_experts_to_lay_out(tmp_path: Path) -> None:
+    lines = found(tmp_path, "layout.ep=2", "layout.etp=2", "layout.dp=4", model_type="llama")
+    assert [line.split(": is for experts")[0] for line in lines] == ["layout.ep: 2", "layout.etp: 2"]
+    assert found(tmp_path, "layout.etp=1", model_type="llama") == []
+
+
+def test_a_started_world_that_experts_do_not_divide() -> None:
+    assert data_parallel_size(LayoutConfig(tp=2, ep=4, etp=2), 8) == 4
+    with pytest.raises(
+        ConfigError, match=r"layout\.ep: 3 × etp 1 = 3 .* tp 2 × dp 2 .* possible with this etp: 1, 2, 4"
+    ):
+        data_parallel_size(LayoutConfig(tp=2, ep=3), 4)
+    with pytest.raises(ConfigError, match=r"possible with this etp: none, set layout\.etp to null"):
+        data_parallel_size(LayoutConfig(etp=3), 4)
+
+
+def test_whole_experts_are_the_default_whatever_tp_is() -> None:
+    layout = LayoutConfig(tp=4)
+    assert (layout.ep, layout.etp, layout.expert_tp) == (1, None, 1)
+    # Then each TP rank of a stage holds a copy of every expert.
+    grid = TrainingGrid(tp=4, ep=layout.ep, etp=layout.expert_tp)
+    assert [grid.expert_dp_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
