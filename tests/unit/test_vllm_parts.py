@@ -1,5 +1,6 @@
 """The parts of the vLLM engine that need no vLLM: groups, replacements, what is kept, requests in and out."""
 
+import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megappo.config.grid import GenerationGrid, TrainingGrid
 from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.engines.vllm import generation
-from megappo.engines.vllm.environment import process_state_kept
+from megappo.engines.vllm.environment import prepare_environment, process_state_kept
 from megappo.engines.vllm.patches import _in_given_order, _renumbered, default_group_kept, replaced
 from megappo.errors import ConfigError
 
@@ -89,6 +90,14 @@ def test_random_numbers_go_on_as_if_vllm_had_drawn_none() -> None:
     assert torch.set_num_threads is set_num_threads
 
 
+def test_a_missing_vllm_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"rollout.engine: 'vllm' is not installed here; pip install .* make setup-vllm"
+    ):
+        prepare_environment()
+
+
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
@@ -108,9 +117,11 @@ class FakeEngine:
     log_prob: float = -0.5
     waiting: list[tuple[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
 
     def add_request(self, name: str, prompt: dict[str, list[int]], parameters: Any) -> str:
         self.waiting.append((name, prompt))
+        self.seeds.append(parameters)
         return f"{name}-internal"
 
     def has_unfinished_requests(self) -> bool:
@@ -130,7 +141,8 @@ class FakeEngine:
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "vllm_sampling", lambda sampling, noise_key, eos_ids: None)
+    """Requests carry their seeds instead of vLLM's parameters."""
+    monkeypatch.setattr(generation, "vllm_sampling", lambda sampling, seed, eos_ids: seed)
 
 
 @pytest.mark.usefixtures("no_vllm")
@@ -138,8 +150,8 @@ def test_completions_come_in_the_order_of_the_requests() -> None:
     engine, progress = FakeEngine(), []
     requests = [GenerationRequest((token,), 0) for token in (10, 20, 30)]
     completions = generation.generate(
-        engine, requests, GREEDY, [2], str, lambda done, of: progress.append((done, of))
-    )  # fmt: skip
+        engine, requests, GREEDY, [2], str, lambda done, of: progress.append((done, of)), seed_per_request=True
+    )
     assert [(each.token_ids, each.log_probs, each.text) for each in completions] == [
         ((11,), (-0.5,), "(11,)"),
         ((21,), (-0.5,), "(21,)"),
@@ -152,5 +164,23 @@ def test_completions_come_in_the_order_of_the_requests() -> None:
 def test_broken_weights_are_an_error_that_leaves_no_requests_behind() -> None:
     engine = FakeEngine(log_prob=float("nan"))
     with pytest.raises(FloatingPointError, match="request 1 are not finite"):
-        generation.generate(engine, [GenerationRequest((5,), 0)] * 2, GREEDY, [2], str, None)
+        generation.generate(engine, [GenerationRequest((5,), 0)] * 2, GREEDY, [2], str, None, seed_per_request=True)
     assert engine.aborted == ["0-internal", "1-internal"]
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_noise_is_seeded_by_request_or_by_batch() -> None:
+    def drawn_after(*keys: int, seed_per_request: bool) -> tuple[list[int | None], float]:
+        engine = FakeEngine()
+        torch.manual_seed(0)
+        requests = [GenerationRequest((5,), key) for key in keys]
+        generation.generate(engine, requests, GREEDY, [2], str, None, seed_per_request=seed_per_request)
+        return engine.seeds, float(torch.rand(()))
+
+    with process_state_kept():
+        untouched = drawn_after(seed_per_request=False)
+        assert drawn_after(7, 8, seed_per_request=True) == ([7, 8], untouched[1])
+        seeds, of_batch = drawn_after(7, 8, seed_per_request=False)
+        assert seeds == [None, None]
+        assert drawn_after(7, 8, seed_per_request=False)[1] == of_batch
+        assert len({drawn_after(8, 7, seed_per_request=False)[1], of_batch, untouched[1]}) == 3
