@@ -126,10 +126,11 @@ def random_model(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Mo
 
 
 def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
-    turns, transfers, report = [], [], engine.sync_weights()
+    turns, sleeps, transfers, report = [], [], [], engine.sync_weights()
     for _ in range(cycles):
         start = time.perf_counter()
         engine.release()
+        sleeps.append(time.perf_counter() - start)
         report = engine.sync_weights()
         turns.append(time.perf_counter() - start)
         transfers.append(report.transfer_seconds)
@@ -137,6 +138,7 @@ def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
         f"received {gib(report.bytes_received)}, staging {gib(report.peak_bytes)}")  # fmt: skip
     row("transfer", milliseconds(transfers))
     row("whole turn (sleep, wake, transfer)", milliseconds(turns))
+    row("of it sleep", milliseconds(sleeps))
     engine.release()
 
 

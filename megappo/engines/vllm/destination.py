@@ -3,6 +3,7 @@
 Nothing of vLLM is imported: the model is a torch module whose parameters have vLLM's names.
 """
 
+import torch
 from torch import Tensor, nn
 
 from megappo.engines.hybrid.execute import Views
@@ -18,8 +19,9 @@ class VLLMDestination:
     Memory that is written to must stay where it is between switches; vLLM's sleep mode keeps addresses.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
+        self._device = device
         self._found: dict[str, tuple[nn.Module, str]] = {}
         self._bound: dict[tuple[str, int | None], tuple[dict[str, nn.Parameter | None], str]] = {}
 
@@ -32,7 +34,7 @@ class VLLMDestination:
             f"vLLM's {transfer.target_name} is {tuple(parameter.shape)} {parameter.dtype}, training's shard "
             f"{tuple(view.shape)} {view.dtype}, contiguous: {view.is_contiguous()}"
         )
-        parameter.data = view
+        self._give_memory(transfer.target_name, view)
 
     def is_alias(self, transfer: Transfer, views: Views) -> bool:
         # Asked for every parameter in every switch: what takes time is done once.
@@ -45,7 +47,10 @@ class VLLMDestination:
         return parameter is not None and parameter.data_ptr() == views[0].data_ptr()
 
     def view(self, transfer: Transfer) -> Tensor:
-        tensor = self.parameter(transfer.target_name).data
+        name = transfer.target_name
+        if self.parameter(name).is_meta:
+            self._give_memory(name, torch.empty_like(self.parameter(name), device=self._device))
+        tensor = self.parameter(name).data
         axis, run = transfer.axis, transfer.experts
         if run is not None:
             tensor = tensor.narrow(0, run.target_place, run.count)
@@ -60,6 +65,20 @@ class VLLMDestination:
         parameter = getattr(module, leaf)
         assert isinstance(parameter, nn.Parameter), f"vLLM's {name} is no parameter any more"
         return parameter
+
+    def _give_memory(self, name: str, memory: Tensor) -> None:
+        """Makes `memory` the parameter's; one without memory so far (on the meta device) is exchanged wherever it is
+        used, with the attributes that vLLM has given it."""
+        old = self.parameter(name)
+        if not old.is_meta:
+            old.data = memory
+            return
+        new = nn.Parameter(memory, requires_grad=False)
+        new.__dict__.update(old.__dict__)
+        for module in self._model.modules():
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if parameter is old:
+                    setattr(module, leaf, new)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         for candidate in (name, name.replace(*_DEEPER)):

@@ -6,12 +6,14 @@ experts. On a CPU vLLM packs its weights; `plain_parameters` keeps it from that,
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from megappo.config.grid import GenerationGrid
 from megappo.engines.hybrid.execute import Moved, Switch
@@ -24,6 +26,9 @@ from megappo.engines.vllm.targets import VLLMTargets
 from megappo.engines.vllm.transfer import SleepLevel
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
+
+LEAST_ELEMENTS = 1 << 12
+"""Of a tensor that is taken for a parameter, while a model is built."""
 
 
 class DirectTransfer:
@@ -63,7 +68,7 @@ class DirectTransfer:
         )
 
     def load(self, vllm_model: nn.Module) -> None:
-        destination = VLLMDestination(vllm_model)
+        destination = VLLMDestination(vllm_model, self._mesh.device)
         names = {
             with_numbers(target.name, layer) for target in self._targets.of(self._mesh.rank) for layer in target.layers
         }
@@ -71,6 +76,8 @@ class DirectTransfer:
         missing = [name for name, parameter in vllm_model.named_parameters() if id(parameter) not in planned]
         assert not missing, f"no plan for vLLM's {', '.join(missing[:3])} of {len(missing)}; use hybrid.weights=load"
         self._made(vllm_model).run()
+        for name, buffer in vllm_model.named_buffers():
+            assert not buffer.is_meta, f"vLLM's buffer {name} was taken for a parameter; use hybrid.weights=load"
 
     def transfer(self, vllm_model: nn.Module, worker: Any) -> Moved:
         # Made after vLLM has laid the weights out: from here on their memory stays where it is, also over a sleep.
@@ -78,8 +85,10 @@ class DirectTransfer:
             self._switch = self._made(vllm_model)
         return self._switch.run()
 
-    def starting(self) -> AbstractContextManager[None]:
-        return plain_parameters()
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        with plain_parameters(), without_memory():
+            yield
 
     def worst_tensor(self) -> str | None:
         assert self._switch is not None, "nothing was transferred yet"
@@ -90,7 +99,7 @@ class DirectTransfer:
         return f"{name} (off by {found[name]:.3g} at most)"
 
     def _made(self, vllm_model: nn.Module) -> Switch:
-        destination = VLLMDestination(vllm_model)
+        destination = VLLMDestination(vllm_model, self._mesh.device)
         return Switch(self.planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
 
 
@@ -109,6 +118,38 @@ def plain_parameters() -> Iterator[None]:
                 replaced(CPUUnquantizedExperts, "process_weights_after_loading", lambda _: lambda *_: None)
             )
             CPUUnquantizedExperts.apply = _apply_experts  # called in every forward: it stays
+        yield
+
+
+class _OnMeta(TorchFunctionMode):
+    """Gives large uninitialised tensors, which parameters are made of, no memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.empty or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        made = function(*args, **kwargs | {"device": "meta"})
+        is_parameter = made.is_floating_point() and made.numel() >= LEAST_ELEMENTS
+        return made if is_parameter else function(*args, **kwargs)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """While inside, a model of vLLM is built without memory for its parameters, which they get from `load`.
+
+    Otherwise the weights would exist twice for a moment, and vLLM, which counts what it had taken for its weights as
+    free afterwards, would give that much more to its cache (0.20.2).
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    def building(initialize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def initialized(*args: Any, **kwargs: Any) -> nn.Module:
+            with _OnMeta():
+                return initialize(*args, **kwargs)
+
+        return initialized
+
+    with replaced(base_loader, "initialize_model", building):
         yield
 
 

@@ -85,7 +85,7 @@ def run(folder: Path, mesh: Mesh, generation_tp: int) -> dict[str, Any]:
 
 def compare(vllm_model: nn.Module, engine: VLLMRolloutEngine, mesh: Mesh, shards: VLLMShards) -> list[str]:
     """Names of vLLM's parameters of which an element is not what belongs there."""
-    destination, wrong = VLLMDestination(vllm_model), []
+    destination, wrong = VLLMDestination(vllm_model, mesh.device), []
     planner = engine._transfer.planner  # type: ignore[attr-defined]
     for target in planner.targets.of(mesh.rank):
         for layer in target.layers:
@@ -100,7 +100,7 @@ def spoil(vllm_model: nn.Module, mesh: Mesh) -> str | None:
     name = "model.layers.1.self_attn.qkv_proj.weight"
     if mesh.rank != 1:
         return None
-    data: Tensor = VLLMDestination(vllm_model).parameter(name).data
+    data: Tensor = VLLMDestination(vllm_model, mesh.device).parameter(name).data
     data[3, 5] += 0.5
     return name
 
