@@ -53,9 +53,9 @@ class GroupedExperts(MegatronModule):
         Returns this expert TP rank's part of each token's output, times its router probability, and no bias. Experts
         without a token get a gradient of zero.
         """
-        gate, up = _product(tokens, self.weight1, tokens_per_expert).chunk(2, dim=-1)
+        gate, up = grouped_product(tokens, self.weight1, tokens_per_expert).chunk(2, dim=-1)
         scaled = functional.silu(gate) * up * probs[:, None]
-        return _product(scaled.to(tokens.dtype), self.weight2, tokens_per_expert), None
+        return grouped_product(scaled.to(tokens.dtype), self.weight2, tokens_per_expert), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
@@ -109,7 +109,7 @@ def _without_extra_state(module: nn.Module, incompatible: Any) -> None:
     unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 
 
-def _product(tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def grouped_product(tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """`tokens` [tokens, columns] times the transposed matrix of each one's expert, [experts, rows, columns], gives
     [tokens, rows]."""
     is_aligned = weight.size(1) % _ALIGNMENT == 0 and weight.size(2) % _ALIGNMENT == 0
