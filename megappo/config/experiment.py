@@ -42,10 +42,11 @@ class ExperimentConfig(Section):
 
     @property
     def generates_in_own_layout(self) -> bool:
-        """Whether the native engine needs other shards than training's: it spreads experts its own way, and replicas of
-        a given size have no pipeline stages."""
+        """Whether the native engine needs other shards than training's: it spreads its own way the experts that
+        data-parallel ranks share, and replicas of a given size have no pipeline stages."""
         size, layout = self.rollout.tensor_model_parallel_size, self.layout
-        return layout.ep > 1 or (size is not None and (size != layout.tp or layout.pp > 1))
+        are_shared = layout.ep > 1 or layout.tp % layout.expert_tp > 0
+        return are_shared or (size is not None and (size != layout.tp or layout.pp > 1))
 
     @property
     def max_length(self) -> int:

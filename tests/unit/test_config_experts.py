@@ -57,6 +57,18 @@ def test_what_is_allowed(tmp_path: Path, overrides: list[str], world_size: int |
     assert found(tmp_path, *overrides, world_size=world_size) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [(["layout.tp=3", SP, "layout.etp=3"], False), (["layout.etp=3"], True), (["layout.ep=2"], True), ([], False)],
+)
+def test_experts_that_data_parallel_ranks_share_are_generated_from_elsewhere(
+    tmp_path: Path, overrides: list[str], expected: bool
+) -> None:
+    """Ranks that decode different prompts would wait for each other in every layer."""
+    config = load_experiment(write_experiment(tmp_path, **EXPERTS), overrides)
+    assert config.generates_in_own_layout is expected
+
+
 def test_a_dense_model_has_no_experts_to_lay_out(tmp_path: Path) -> None:
     lines = found(tmp_path, "layout.ep=2", "layout.etp=2", "layout.dp=4", model_type="llama")
     assert [line.split(": is for experts")[0] for line in lines] == ["layout.ep: 2", "layout.etp: 2"]

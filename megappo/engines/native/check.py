@@ -11,6 +11,9 @@ def check_model(config: TransformerConfig) -> None:
     unsupported = {
         "context parallelism": config.context_parallel_size > 1,
         "expert parallelism": config.expert_model_parallel_size > 1,
+        "experts cut over data-parallel ranks": config.tensor_model_parallel_size
+        % (config.expert_tensor_parallel_size or 1)
+        > 0,
         "virtual pipeline stages": (config.virtual_pipeline_model_parallel_size or 1) > 1,
         "sliding-window attention": config.window_size is not None,
         "multi-latent attention": config.multi_latent_attention,
