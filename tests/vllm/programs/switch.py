@@ -44,6 +44,7 @@ def main() -> None:
     for name in ("tp", "pp", "ep", "generation-tp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--weights", choices=["load", "direct"], default="load")
+    parser.add_argument("--seed-per-request", action="store_true")
     parser.add_argument("--crash", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -51,7 +52,11 @@ def main() -> None:
         tp=arguments.tp, pp=arguments.pp, ep=arguments.ep, sequence_parallel=arguments.tp > 1 and arguments.ep > 1
     )
     mesh = start_mesh(layout, seed=0, timeout=timedelta(minutes=2))
-    on = setup(arguments.model, mesh, arguments.generation_tp, arguments.weights)
+    config = RolloutConfig(
+        engine="vllm", tensor_model_parallel_size=arguments.generation_tp, max_num_seqs=8, max_num_batched_tokens=64,
+        stop=("!",), seed_per_request=arguments.seed_per_request,
+    )  # fmt: skip
+    on = setup(arguments.model, mesh, config, arguments.weights)
     if arguments.crash:
         dist.barrier()
         os._exit(0)
@@ -85,8 +90,11 @@ class Setup:
         return [*prompts, prompts[1]]
 
     def generate(self, sampling: SamplingParams) -> list[Completion]:
-        requests = [GenerationRequest(prompt, 2**62 + place) for place, prompt in enumerate(self.prompts)]
-        return self.engine.generate(requests, sampling)
+        return self.engine.generate(self.requests, sampling)
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [GenerationRequest(prompt, 2**62 + place) for place, prompt in enumerate(self.prompts)]
 
     def difference(self, completions: Sequence[Completion], temperature: float = 1.0) -> float:
         """Largest difference of the engine's log-probs from the trainer's."""
@@ -113,13 +121,10 @@ class Setup:
             parameter.tensor.add_(0.05 * noise)
 
 
-def setup(folder: Path, mesh: Mesh, generation_tp: int, weights: Literal["load", "direct"]) -> Setup:
+def setup(folder: Path, mesh: Mesh, config: RolloutConfig, weights: Literal["load", "direct"]) -> Setup:
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm")
     import_hf(model, spec, mesh)
-    config = RolloutConfig(
-        engine="vllm", tensor_model_parallel_size=generation_tp, max_num_seqs=8, max_num_batched_tokens=64, stop=("!",)
-    )
     before = process_state()
     engine = VLLMRolloutEngine(
         model, spec, mesh, config, dtype=torch.float32, decode=text, eos_ids=[2], tokenizer_folder=folder,
@@ -188,6 +193,7 @@ def switches(on: Setup) -> dict[str, Any]:
         "changed": tokens(greedy) != tokens(first),
         "greedy": [{"tokens": list(each.token_ids), "log_probs": list(each.log_probs)} for each in greedy],
         "same again": on.generate(sampling) == sampled,
+        "same alone": tokens(on.engine.generate(on.requests[2:3], sampling)) == tokens(sampled[2:3]),
         "ranks agree": all(other == sampled for other in gather_objects(sampled, dist.group.WORLD)),
         "same prompt": (greedy[1] == greedy[4], sampled[1] == sampled[4]),
         "text": all(each.text == text(each.token_ids) for each in sampled),
