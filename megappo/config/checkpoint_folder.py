@@ -100,6 +100,7 @@ def signature(facts: ModelFacts) -> dict[str, Any]:
         "num_heads": facts.num_heads,
         "num_kv_heads": facts.num_kv_heads,
         "vocab_size": facts.vocab_size,
+        "num_experts": facts.num_experts,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
 from typing import Any
 
 import torch
@@ -9,7 +11,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.config.optim import OptimConfig
@@ -30,7 +31,7 @@ class Optimizer:
     """
 
     def __init__(self, model: GPTModel, config: OptimConfig, total_steps: int) -> None:
-        _refuse_stages_without_experts(model.config)
+        refuse_stages_without_experts(model.config.moe_layer_freq, model.config.pipeline_model_parallel_size)
         self.wrapped = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -111,13 +112,13 @@ class Optimizer:
                     }
 
 
-def _refuse_stages_without_experts(config: TransformerConfig) -> None:
+def refuse_stages_without_experts(has_experts: list[int] | int, pp: int) -> None:
     """ConfigError, the same on every rank, where one pipeline stage has experts and another none.
 
-    Megatron makes an optimizer for the experts of a stage (0.16.1, 0.19.2): ranks without it would neither take part in
-    its gradient norm nor find its state in a checkpoint.
+    `has_experts` tells it of each layer, or is a number where all layers are alike. Megatron makes an optimizer for the
+    experts of a stage (0.16.1, 0.19.2): ranks without it would neither take part in its gradient norm nor find its
+    state in a checkpoint.
     """
-    has_experts, pp = config.moe_layer_freq, config.pipeline_model_parallel_size
     if not isinstance(has_experts, list):
         return
     size = len(has_experts) // pp

@@ -9,6 +9,7 @@ from megappo.config.checks import check_experiment
 from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig
 from megappo.config.load import load_experiment
+from megappo.engines.optimizer import refuse_stages_without_experts
 from megappo.errors import ConfigError
 from megappo.parallel.mesh import data_parallel_size
 from tests.support.experiments import write_experiment
@@ -83,6 +84,13 @@ def test_a_started_world_that_experts_do_not_divide() -> None:
         data_parallel_size(LayoutConfig(tp=2, ep=3), 4)
     with pytest.raises(ConfigError, match=r"possible with this etp: none, set layout\.etp to null"):
         data_parallel_size(LayoutConfig(etp=3), 4)
+
+
+def test_stages_that_can_be_trained_all_have_experts() -> None:
+    refuse_stages_without_experts(1, 4)
+    refuse_stages_without_experts([0, 1, 1, 1], 2)
+    with pytest.raises(ConfigError, match=r"layout\.pp: 4 makes stage 0 of layers 0 to 0, none of which has experts"):
+        refuse_stages_without_experts([0, 1, 1, 1], 4)
 
 
 def test_whole_experts_are_the_default_whatever_tp_is() -> None:
