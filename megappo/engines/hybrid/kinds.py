@@ -48,6 +48,11 @@ class Kind:
         return self.rule.names[0]
 
     @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells it from other kinds: layers that are made differently share names."""
+        return self.name, self.layers[0]
+
+    @property
     def axis(self) -> int:
         return self.rule.axis or 0
 
@@ -98,9 +103,9 @@ class Kinds:
         return cls(kinds, tied)
 
     @cached_property
-    def of_source(self) -> Mapping[str, Kind]:
-        """Normalised Hugging Face name → the kind that holds its rows."""
-        return {source: kind for kind in self.kinds for source in kind.rule.sources}
+    def of_source(self) -> Mapping[tuple[str, int | None], Kind]:
+        """(Hugging Face name with `{layer}`, layer) → the kind that holds its rows."""
+        return {(source, layer): kind for kind in self.kinds for source in kind.rule.sources for layer in kind.layers}
 
 
 def _normal(rule: Rule) -> tuple[Rule, int | None]:

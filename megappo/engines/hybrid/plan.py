@@ -126,7 +126,7 @@ class Planner:
         self.grouped_experts = grouped_experts
         self._stage_of_layer = [stage for stage, count in enumerate(layers_of_stages) for _ in range(count)]
         self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
-        self._places = {kind.name: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
+        self._places = {kind.key: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
         self._spans: dict[Target, tuple[_Span, ...]] = {}
 
     def shards_of(self, kind: Kind) -> int:
@@ -135,7 +135,7 @@ class Planner:
 
     def shard_length(self, kind: Kind) -> int:
         """Rows that one training shard holds."""
-        return self._places[kind.name].shard_length
+        return self._places[kind.key].shard_length
 
     def stages_of(self, kind: Kind, layer: int | None) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter: one, or two for a tied embedding."""
@@ -191,8 +191,9 @@ class Planner:
         offset = 0
         for segment in target.segments:
             assert segment.source is not None, "every row of a generation parameter has a tensor that it comes from"
-            kind = self.kinds.of_source[segment.source]
-            for row, run in self._places[kind.name].runs(segment.source, segment.start, segment.length):
+            kind = self.kinds.of_source[segment.source, target.layers[0]]
+            assert kind.layers == target.layers, f"{target.name}: layers that training makes differently"
+            for row, run in self._places[kind.key].runs(segment.source, segment.start, segment.length):
                 yield _Span(run, offset + row - segment.start)
             offset += segment.length
 

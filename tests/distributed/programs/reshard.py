@@ -5,6 +5,8 @@ A case is {model, layout: {tp, pp, sequence_parallel, …}, generation: tp, buck
 
 import argparse
 import json
+from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,14 @@ from megatron.core import parallel_state
 from megappo.config.grid import GenerationGrid
 from megappo.config.layout import LayoutConfig
 from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
+from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.native import HybridTransfer
+from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.hybrid.weights import GenerationWeights
 from megappo.models.build import build_model, read_model
+from megappo.models.families.base import Family, ModelShape
 from megappo.models.import_hf import import_hf
+from megappo.models.weight_map import Head, WeightMap
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh
 from tests.support.fingerprints import WholeTensors
@@ -44,11 +50,13 @@ def main() -> None:
 
 def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     spec = read_model(folder)
-    model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm")
+    experts = "sequential" if case.get("sequential") else "grouped"
+    model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm", experts=experts)
     import_hf(model, spec, mesh)
     grid = GenerationGrid(mesh.training_grid, case["generation"])
     weights = GenerationWeights()
-    transfer = HybridTransfer(model, spec, mesh, grid, weights, case.get("bucket_bytes", 1 << 16))
+    planned_spec = replace(spec, family=BrokenFamily(spec.family)) if case.get("broken") else spec
+    transfer = HybridTransfer(model, planned_spec, mesh, grid, weights, case.get("bucket_bytes", 1 << 16))
     report = transfer.run()
     wrong, elements = compare(weights, WholeTensors(folder), spec.shape, grid.tp, grid.tp_rank(mesh.rank))
     # An update of the training weights reaches the aliases at once, and the rest with the next run.
@@ -76,6 +84,10 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     total = sum((account for _, account in ranks), Account())
     formulas = {name: formula_of(transfer.planner, name, grid.tp) for name in CLASSES}
     transfer.release()
+    naive = Moved()
+    for _ in hf_tensors(model, spec, mesh, naive):
+        pass
+    gathered = sum(gather_objects(naive.received_by_class, mesh.world_group), Counter())
     return {
         "case": case,
         "ranks": [each for each, _ in ranks],
@@ -85,6 +97,7 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
                 "redundant": held.redundant,
                 "peak": held.peak,
                 "copied": held.copied,
+                "naive": gathered[name],
                 "whole": formulas[name].whole,
                 "received_by_formula": float(formulas[name].received * mesh.world_size),
                 "redundant_by_formula": float(formulas[name].redundant * mesh.world_size),
@@ -94,6 +107,21 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         },
         "released": weights.nbytes,
     }
+
+
+@dataclass(frozen=True)
+class BrokenFamily:
+    """A family whose weight map takes gate and up of layer 1 for one block, which is not how they are cut."""
+
+    family: Family
+
+    def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
+        whole, name = self.family.weight_map(shape, head), "decoder.layers.1.mlp.linear_fc1.weight"
+        rules = [
+            replace(rule, blocks=(rule.blocks[0] + rule.blocks[1],)) if rule.names[0] == name else rule
+            for rule in whole.rules
+        ]
+        return WeightMap(whole.tensors, tuple(rules))
 
 
 def compare(
