@@ -1,4 +1,4 @@
-"""Every element of a model numbered, moved directly into vLLM's own parameters on strided ranks, and looked for there."""
+"""Every element of a model numbered, moved directly into vLLM's parameters on strided ranks, and looked for there."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ def test_every_element_is_where_vllm_computes_with_it(ranks: list[dict[str, Any]
 
 
 def test_bytes_by_hand(ranks: list[dict[str, Any]]) -> None:
-    """A rank of 4 trains 1/4 and generates 1/2 of every matrix: half of that is its own, half comes from its neighbour;
-    norms are aliased. H 128, F 256, (4 + 2 · 2) · 32 = 256 rows of q, k, v with biases, 192 rows of vocabulary, twice."""
+    """A rank of 4 trains 1/4 and generates 1/2 of every matrix: half of that is its own, half comes from another rank;
+    norms are aliased. H 128, F 256, (4 + 2 · 2) · 32 = 256 rows of q, k, v with biases, 192 rows of vocabulary twice.
+    """
     layer = 256 * 128 + 256 + 128 * 128 + 3 * 256 * 128
     halves = (2 * layer + 2 * 192 * 128) // 2 * 4  # bytes of float32
     for rank in ranks:
