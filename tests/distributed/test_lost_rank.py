@@ -1,0 +1,37 @@
+"""A rank that is killed in the middle of a switch ends the others with an error that says so, in time."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.ranks import ROOT, free_port, rank_environment
+from tests.support.tiny_models import tiny_model
+
+TIMEOUT = 20  # seconds, as in the program
+
+
+def test_the_others_end_with_an_error_that_names_the_switch(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", "llama", num_layers=4)
+    command = [sys.executable, "-m", "tests.distributed.programs.lost_rank", "--folder", str(folder)]
+    command += ["--out", str(tmp_path)]
+    port, start = str(free_port()), time.monotonic()
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": port} for rank in range(4)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=rank_environment() | place, stderr=subprocess.PIPE, text=True)
+        for place in places
+    ]
+    try:
+        errors = [process.communicate(timeout=150)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0, -9, 0, 0], "".join(errors)[-3000:]
+    for rank in (0, 2, 3):
+        seconds, message = (tmp_path / f"rank-{rank}").read_text().split("\n", 1)
+        print(f"rank {rank} after {seconds} s: {message.strip()}")
+        assert float(seconds) < 2 * TIMEOUT
+        assert message.startswith("the weights could not be moved to the generation layout: bucket ")
+        assert "a rank is gone or did not answer in time" in message
+    assert time.monotonic() - start < 150
