@@ -8,6 +8,8 @@ from megappo.config.hybrid import HybridConfig
 from megappo.config.layout import LayoutConfig
 from megappo.config.model import ModelConfig
 from megappo.config.observe import ObserveConfig
+from megappo.config.preferences import DPOConfig
+from megappo.config.replay import ReplayConfig
 from megappo.config.reward import RewardConfig
 from megappo.config.rollout import RolloutConfig
 from megappo.config.trainer import TrainerConfig
@@ -21,10 +23,12 @@ class ExperimentConfig(Section):
     critic: CriticConfig = CriticConfig()
     ref: RefConfig = RefConfig()
     reward: RewardConfig | None = None
-    """Needed by PPO; supervised training has none."""
+    """Needed by PPO; otherwise it scores the answers to held-out prompts."""
     rollout: RolloutConfig = RolloutConfig()
     hybrid: HybridConfig = HybridConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    replay: ReplayConfig = ReplayConfig()
+    dpo: DPOConfig = DPOConfig()
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
     trainer: TrainerConfig
@@ -34,6 +38,18 @@ class ExperimentConfig(Section):
     def needs_reference(self) -> bool:
         """Whether any term of the experiment reads reference log-probs."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is built: the advantage estimator reads values."""
+        return self.algorithm.needs_critic
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether actor and reference have to compute logits of the same micro-batch."""
+        actor, algorithm = self.actor, self.algorithm
+        in_loss = actor.use_kl_loss and actor.kl_loss_type == "full"
+        return in_loss or (algorithm.use_kl_in_reward and algorithm.kl_penalty == "full")
 
     @property
     def generation_tp(self) -> int:
