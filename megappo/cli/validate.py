@@ -1,12 +1,17 @@
 """`megappo validate FILE`: checks an experiment without torch and prints how its batches are cut."""
 
 import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megappo.cli.experiment import add_experiment, positive, read_arguments, refuse_unsound
 from megappo.config.checks import data_parallel_size
 from megappo.config.experiment import ExperimentConfig
 from megappo.errors import DataError, ExitCode
 from megappo.planner.explain import explain_batches
+
+Load = Callable[..., Sequence[Any]]
+"""Reads files as one kind of training needs their rows."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,6 +39,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 def _read_data(config: ExperimentConfig) -> str:
     """Reads prompts and imports rewards as the run will; raises DataError, ConfigError or RewardError as it would."""
     # here: tokenizers and data sets take seconds to import
+    from megappo.data.preferences import load_preferences
     from megappo.data.prompts import load_prompts, load_supervised
     from megappo.data.tokenizer import load_tokenizer
     from megappo.rewards.build import build_reward
@@ -42,13 +48,17 @@ def _read_data(config: ExperimentConfig) -> str:
         build_reward(config.reward).close()
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     data = config.data
-    load = load_prompts if config.trainer.kind == "ppo" else load_supervised
+    loads: dict[str, Load] = {"ppo": load_prompts, "sft": load_supervised}
+    load: Load = loads.get(config.trainer.kind, load_preferences)
+    # What learns from pairs is measured on pairs, a policy with a reward on its answers to prompts.
+    has_pairs = config.trainer.kind == "reward_model" or (config.trainer.kind == "dpo" and config.reward is None)
+    load_held_out: Load = load_preferences if has_pairs else load_prompts
     num_train = len(load(data, tokenizer, data.train_files, data.max_samples))
     if num_train < data.train_batch_size:
         raise DataError(
             f"data.train_files: {num_train} prompts can be used, and a step needs data.train_batch_size "
             f"{data.train_batch_size}; set it to {num_train} or less, or add files"
         )
-    num_val = len(load_prompts(data, tokenizer, data.val_files, data.max_val_samples)) if data.val_files else 0
+    num_val = len(load_held_out(data, tokenizer, data.val_files, data.max_val_samples)) if data.val_files else 0
     steps = num_train // data.train_batch_size
     return f"data    {num_train} for training ({steps} steps an epoch), {num_val} held out"

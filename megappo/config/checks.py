@@ -1,9 +1,11 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
-Rules about model folders, data files and the layout are in `checks_layout.py`, the generation layout in
-`checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, batch sizes in `divisibility.py`.
+Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
+`checks_layout.py`, the generation layout in `checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, batch sizes in
+`divisibility.py`.
 """
 
+from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
 from megappo.config.checks_vllm import vllm_problems
@@ -20,7 +22,8 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
     """
     problems = [
         *_trainer_problems(config),
-        *(_ppo_problems(config) if config.trainer.kind == "ppo" else ()),
+        *((*_ppo_problems(config), *algorithm_problems(config)) if config.trainer.kind == "ppo" else ()),
+        *(_dpo_problems(config) if config.trainer.kind == "dpo" else ()),
         *_reward_problems(config),
         *_data_problems(config),
         *file_problems(config),
@@ -100,6 +103,13 @@ def _ppo_problems(config: ExperimentConfig) -> list[Problem]:
         remedy = "set the mode to seq-mean-token-sum-norm, or leave the length out"
         problems.append(warning("actor.loss_scale_length", actor.loss_scale_length, reason, remedy))
     return problems
+
+
+def _dpo_problems(config: ExperimentConfig) -> list[Problem]:
+    if config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
+        reason = "is for the loss sigmoid, and dpo.loss_type is ipo"
+        return [Problem("dpo.label_smoothing", typed(config.dpo.label_smoothing), reason, "set it to 0")]
+    return []
 
 
 def _reward_problems(config: ExperimentConfig) -> list[Problem]:

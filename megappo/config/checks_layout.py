@@ -149,6 +149,8 @@ def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -
 def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """(YAML path, folder) of every model that the run will read."""
     yield "model.path", config.model.path
+    if config.trainer.kind == "dpo" and config.ref.path is not None:
+        yield "ref.path", config.ref.path
     if config.trainer.kind == "ppo":
         if config.critic.path is not None:
             yield "critic.path", config.critic.path

@@ -20,6 +20,10 @@ class DataConfig(Section):
     """Column of the ground truth that rule rewards compare with; null where there is none."""
     response_key: str = "response"
     """Column of the target text of supervised training."""
+    chosen_key: str = "chosen"
+    """Column of a preference pair's better response: a string, or chat messages."""
+    rejected_key: str = "rejected"
+    """Column of its worse response."""
     apply_chat_template: bool | None = None
     """Render prompts with the tokenizer's chat template; null does it where the tokenizer has one."""
     system_prompt: str | None = None
@@ -27,7 +31,7 @@ class DataConfig(Section):
     prompt_template: str = "{prompt}"
     """Wraps a string prompt before the chat template."""
     train_batch_size: int = Field(ge=1, examples=[128])
-    """Prompts of one step (sequences of one step for supervised training)."""
+    """Prompts of one step (sequences for supervised training, pairs for preferences)."""
     max_prompt_length: int = Field(ge=1, examples=[512])
     """Tokens, chat template included."""
     max_response_length: int = Field(ge=1, examples=[512])

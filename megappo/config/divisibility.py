@@ -29,7 +29,7 @@ def divisibility_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
 
     Passes without an update have no rule: their last micro-batch may be smaller.
     """
-    if config.trainer.kind == "sft":
+    if config.trainer.kind != "ppo":
         return _supervised_problems(config, dp)
     problems = _mini_batch_problems(
         config, dp, "actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size
@@ -37,7 +37,8 @@ def divisibility_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
         config, dp, "actor.ppo_micro_batch_size_per_gpu", config.actor.ppo_micro_batch_size_per_gpu,
         config.actor.ppo_mini_batch_size,
     )  # fmt: skip
-    if config.critic.ppo_mini_batch_size or config.critic.ppo_micro_batch_size_per_gpu:
+    has_own = config.critic.ppo_mini_batch_size or config.critic.ppo_micro_batch_size_per_gpu
+    if config.needs_critic and has_own:
         problems += _critic_problems(config, dp)
     return problems
 

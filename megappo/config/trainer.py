@@ -11,14 +11,17 @@ from megappo.config.rollout import EvaluationSampling
 class TrainerConfig(Section):
     """The loop around the algorithm."""
 
-    kind: Literal["ppo", "sft"] = "ppo"
-    """Reinforcement learning, or supervised fine-tuning on prompt-response pairs."""
+    kind: Literal["ppo", "sft", "reward_model", "dpo"] = "ppo"
+    """Reinforcement learning, supervised fine-tuning on prompt-response pairs, or learning from preference pairs: a
+    reward model, or a policy by direct preference optimisation."""
     run_dir: str = Field(min_length=1, examples=["runs/demo"])
     """Folder of everything that the run leaves."""
     total_steps: int | None = Field(None, ge=1)
     """Steps of the run; null derives them from `total_epochs`."""
     total_epochs: int | None = Field(None, ge=1)
     """Passes over the prompts; ignored where `total_steps` is set."""
+    critic_warmup: int = Field(0, ge=0)
+    """First steps of the run in which the critic alone is updated."""
     seed: int = Field(0, ge=0)
     """Seed of sampling and of every random choice but the order of prompts."""
     save_freq: int = Field(0, ge=0)
@@ -28,7 +31,7 @@ class TrainerConfig(Section):
     max_checkpoints: int | None = Field(None, ge=1)
     """Keep this many newest checkpoints; null keeps all."""
     export_hf: bool = False
-    """Write the actor as a Hugging Face folder after the last step: `hf/step-NNNNNN`."""
+    """Write the actor (or the reward model) as a Hugging Face folder after the last step: `hf/step-NNNNNN`."""
     resume: Literal["auto", "never"] | str = "never"
     """`never` starts anew and refuses a run folder that holds checkpoints; `auto` goes on from the newest one where
     there is one; anything else is the path of a checkpoint."""

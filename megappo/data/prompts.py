@@ -36,25 +36,45 @@ def load_prompts(
     render = PromptRenderer(data, tokenizer)
     prompts: list[Prompt] = []
     for file in files:
-        rows = read_rows(file, max_samples)
-        texts = [render.text(row) for row in rows]
-        fitted = fit_prompts(data, rows, render.encode(texts))
-        for row, text, token_ids in zip(rows, texts, fitted.token_ids, strict=True):
-            if token_ids is None:
-                continue
-            shown = text if row.index not in fitted.cut else tokenizer.decode(token_ids, skip_special_tokens=False)
-            prompts.append(
-                Prompt(
-                    index=row.index,
-                    source=source_name(file),
-                    token_ids=tuple(token_ids),
-                    text=shown,
-                    answer=answer_text(row.get(data.answer_key, "data.answer_key")) if data.answer_key else None,
-                    extra={k: v for k, v in row.columns.items() if k not in (data.prompt_key, data.answer_key)},
-                )
-            )
-        fitted.report(file, data)
+        found = prompts_of(file, read_rows(file, max_samples), data, tokenizer, render, needs_answer=True)
+        prompts += [prompt for prompt in found if prompt is not None]
     refuse_empty(prompts, data, files)
+    return prompts
+
+
+def prompts_of(
+    file: str,
+    rows: Sequence[Row],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    render: PromptRenderer,
+    *,
+    needs_answer: bool,
+) -> list[Prompt | None]:
+    """The prompt of each row of `file`, None where it is left out for its length.
+
+    With `needs_answer` a row without the column `data.answer_key` is refused; otherwise its prompt has no answer.
+    """
+    texts = [render.text(row) for row in rows]
+    fitted = fit_prompts(data, rows, render.encode(texts))
+    fitted.report(file, data)
+    prompts: list[Prompt | None] = []
+    for row, text, token_ids in zip(rows, texts, fitted.token_ids, strict=True):
+        if token_ids is None:
+            prompts.append(None)
+            continue
+        has_answer = data.answer_key is not None and (needs_answer or row.columns.get(data.answer_key) is not None)
+        prompts.append(
+            Prompt(
+                index=row.index,
+                source=source_name(file),
+                token_ids=tuple(token_ids),
+                text=text if row.index not in fitted.cut else tokenizer.decode(token_ids, skip_special_tokens=False),
+                answer=answer_text(row.get(str(data.answer_key), "data.answer_key")) if has_answer else None,
+                extra={k: v for k, v in row.columns.items() if k not in (data.prompt_key, data.answer_key)},
+                messages=tuple({"role": turn["role"], "content": turn["content"]} for turn in render.messages(row)),
+            )
+        )
     return prompts
 
 
@@ -81,7 +101,7 @@ def load_supervised(
         ):
             if kept is None:
                 continue
-            target = fit_response(data, row, [*_response_ids(tokenizer, prompt, joint, response), tokenizer.eos_id])
+            target = fit_response(data, row, [*response_ids(tokenizer, prompt, joint, response), tokenizer.eos_id])
             if target is None:
                 dropped += 1
                 continue
@@ -100,7 +120,7 @@ def _response_text(row: Row, key: str) -> str:
     return value
 
 
-def _response_ids(tokenizer: Tokenizer, prompt: list[int], joint: list[int], response: str) -> list[int]:
+def response_ids(tokenizer: Tokenizer, prompt: list[int], joint: list[int], response: str) -> list[int]:
     """The response as it follows the prompt in one text; on its own where a token would span the border."""
     if joint[: len(prompt)] == prompt:
         return joint[len(prompt) :]

@@ -37,17 +37,29 @@ class PromptRenderer:
             )
         self._chat = chat
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return self._chat
+
     def text(self, row: Row) -> str:
         """The row's prompt through `prompt_template` (strings) and the chat template (where one is applied)."""
+        messages = self.messages(row)
+        if not self._chat:
+            return messages[0]["content"]
+        try:
+            return self._tokenizer.render_chat(messages)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from error
+
+    def messages(self, row: Row) -> list[Message]:
+        """The row's prompt as chat turns, before any chat template: a string is one user's turn."""
         value = row.get(self._data.prompt_key, "data.prompt_key")
         if isinstance(value, str):
             # Not str.format: templates of mathematics are full of braces that are no fields.
-            text = self._data.prompt_template.replace(PLACEHOLDER, value)
-            if not self._chat:
-                return text
-            messages = [Message(role="user", content=text)]
+            messages = [Message(role="user", content=self._data.prompt_template.replace(PLACEHOLDER, value))]
         else:
-            messages = _messages(value, row, self._data.prompt_key)
+            messages = chat_messages(value, row, self._data.prompt_key)
             if not self._chat:
                 raise DataError(
                     f"{row.place}: {self._data.prompt_key!r} is a list of chat messages, but no chat template is "
@@ -55,10 +67,7 @@ class PromptRenderer:
                 )
         if self._data.system_prompt is not None and messages[0]["role"] != "system":
             messages = [Message(role="system", content=self._data.system_prompt), *messages]
-        try:
-            return self._tokenizer.render_chat(messages)
-        except DataError as error:
-            raise DataError(f"{row.place}: {error}") from error
+        return messages
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids: rendered chats hold their special tokens, plain text gets the tokenizer's own in front."""
@@ -73,7 +82,8 @@ def _without_end(token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
     return token_ids[:-1] if token_ids and token_ids[-1] in eos_ids else token_ids
 
 
-def _messages(value: Any, row: Row, key: str) -> list[Message]:
+def chat_messages(value: Any, row: Row, key: str) -> list[Message]:
+    """A column's value as chat turns; DataError where it is no list of them."""
     well_formed = (
         isinstance(value, Sequence)
         and len(value) > 0

@@ -12,7 +12,8 @@ class Prompt:
     """One prompt of the data set, tokenised.
 
     `index` is the row in its data set; `source` names the data set; `answer` is the ground truth that rule rewards
-    compare with; `extra` holds the row's other columns, as read.
+    compare with; `extra` holds the row's other columns, as read. `messages` is the prompt before it was rendered, as
+    chat turns with `role` and `content` (a string is one user's turn), for models with another template.
     """
 
     index: int
@@ -21,6 +22,7 @@ class Prompt:
     text: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class RolloutSample:
     `position` is the sequence's place in the step's global batch (prompt · n + sample), `sample` its number among the n
     responses. `response_ids` ends with the end-of-sequence token where `finish_reason` is "stop" because of it;
     `rollout_log_probs` has one float a response token, in nats, of the distribution that was sampled from.
+    `baseline_score` is that of the greedy response to the same prompt, where the advantage estimator compares with it.
     """
 
     prompt: Prompt
@@ -39,6 +42,7 @@ class RolloutSample:
     rollout_log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
+    baseline_score: float | None = None
 
     @property
     def length(self) -> int:

@@ -3,7 +3,7 @@
 Which numbers are allowed is in `config/divisibility.py`; printing the plan is in `explain.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megappo.config.divisibility import critic_epochs, critic_micro_batch, critic_mini_batch, divisibility_problems
 from megappo.config.experiment import ExperimentConfig
@@ -16,7 +16,8 @@ class MiniBatchPlan:
 
     `sequences` of one optimizer step over all ranks; `sequences_per_rank` of it on each data-parallel rank, in
     `num_micro_batches` forward-backward passes of `micro_batch` sequences; `num_minibatches` of them make one pass over
-    the step's experience, and there are `epochs` passes.
+    the step's experience, and there are `epochs` passes, none in the run's first `idle_steps` steps. A role that is not
+    built has 0 epochs.
     """
 
     sequences: int
@@ -25,11 +26,16 @@ class MiniBatchPlan:
     micro_batch: int
     num_micro_batches: int
     epochs: int
+    idle_steps: int = 0
 
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of this role in one step of the run."""
         return self.num_minibatches * self.epochs
+
+    def optimizer_steps_of(self, total_steps: int) -> int:
+        """Optimizer steps of this role in a run of so many steps."""
+        return max(total_steps - self.idle_steps, 0) * self.optimizer_steps
 
 
 @dataclass(frozen=True)
@@ -79,21 +85,25 @@ def plan_batches(config: ExperimentConfig, dp: int) -> BatchPlan:
     raise_errors(divisibility_problems(config, dp))
     prompts, n = config.data.train_batch_size, config.rollout.n
     actor_sequences = config.actor.ppo_mini_batch_size * n
-    critic_sequences = critic_mini_batch(config) * n
+    critic_sequences = critic_mini_batch(config) * n if config.needs_critic else actor_sequences
+    actor = _minibatches(
+        prompts * n, actor_sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_epochs
+    )
+    passes = critic_epochs(config) if config.needs_critic else 0
     return BatchPlan(
         prompts=prompts,
         n=n,
         dp=dp,
         block=ownership_block(n, dp, actor_sequences, critic_sequences),
-        actor=_minibatches(
-            prompts * n, actor_sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_epochs
-        ),
-        critic=_minibatches(prompts * n, critic_sequences, dp, critic_micro_batch(config), critic_epochs(config)),
+        actor=replace(actor, idle_steps=config.trainer.critic_warmup),
+        critic=_minibatches(prompts * n, critic_sequences, dp, critic_micro_batch(config), passes),
     )
 
 
 def plan_supervised(config: ExperimentConfig, dp: int) -> MiniBatchPlan:
     """The split of a supervised step: one optimizer step on `train_batch_size` sequences, in the actor's micro-batches.
+
+    With preferences the numbers are those of pairs, each of two sequences.
 
     Raises ConfigError where the numbers don't divide.
     """

@@ -6,16 +6,17 @@ from megappo.planner.batch import BatchPlan, MiniBatchPlan, plan_batches, plan_s
 
 def explain_batches(config: ExperimentConfig, dp: int) -> str:
     """Prompts → sequences → minibatches → data-parallel shares → micro-batches, a line each."""
-    if config.trainer.kind == "sft":
+    if config.trainer.kind != "ppo":
         supervised = plan_supervised(config, dp)
-        lines = [("step", f"{supervised.sequences} sequences, one optimizer step"), ("rank", _rank_line(supervised))]
+        unit = "sequences" if config.trainer.kind == "sft" else "pairs"
+        lines = [("step", f"{supervised.sequences} {unit}, one optimizer step"), ("rank", _rank_line(supervised, unit))]
     else:
         plan = plan_batches(config, dp)
         lines = [
             ("step", f"{plan.prompts} prompts × {plan.n} responses = {plan.sequences} sequences"),
             ("ranks", _ownership_line(plan)),
             *_role_lines("actor", config.actor.ppo_mini_batch_size, plan, plan.actor),
-            *_role_lines("critic", plan.critic.sequences // plan.n, plan, plan.critic),
+            *(_role_lines("critic", plan.critic.sequences // plan.n, plan, plan.critic) if config.needs_critic else ()),
         ]
     lines.append(("length", _length_line(config)))
     lines.append(("layout", _layout_line(config, dp)))
@@ -27,13 +28,14 @@ def _role_lines(name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan
     first = f"{plan.sequences} sequences = {minibatches} of {role.sequences} ({mini_batch} prompts × {plan.n})"
     steps = _count(role.optimizer_steps, "optimizer step", "optimizer steps")
     last = f"{minibatches} × {_count(role.epochs, 'pass', 'passes')} = {steps} in a step of the run"
-    return [(name, first), ("", _rank_line(role)), ("", last)]
+    idle = f", after {_count(role.idle_steps, 'step', 'steps')} without" if role.idle_steps else ""
+    return [(name, first), ("", _rank_line(role)), ("", last + idle)]
 
 
-def _rank_line(role: MiniBatchPlan) -> str:
+def _rank_line(role: MiniBatchPlan, unit: str = "sequences") -> str:
     passes = _count(role.num_micro_batches, "micro-batch", "micro-batches")
     return (
-        f"a minibatch on each data-parallel rank: {role.sequences_per_rank} sequences = {passes} of {role.micro_batch}"
+        f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} = {passes} of {role.micro_batch}"
     )
 
 

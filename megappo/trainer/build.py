@@ -1,32 +1,34 @@
-"""The only wiring: from a configuration and a mesh to a trainer whose parts know nothing of each other."""
+"""The wiring of PPO: from a configuration and a mesh to a trainer whose parts know nothing of each other.
+
+What learns from a fixed data set is wired in `build_offline.py`; which of all is meant, in `kinds.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from megappo.algorithms.kl import KLController
-from megappo.config.checks import require_sound
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.iterate import PromptOrder
-from megappo.data.prompts import load_prompts, load_supervised
+from megappo.data.prompts import load_prompts
 from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
 from megappo.parallel.mesh import Mesh
-from megappo.planner.batch import plan_batches, plan_supervised
+from megappo.planner.batch import plan_batches
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.checkpoint import SavedRole
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
 from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
-from megappo.trainer.loop import Loop, LoopParts
+from megappo.trainer.loop import Evaluates, Loop, LoopParts
 from megappo.trainer.ppo import PPOTrainer
 from megappo.trainer.roles import RoleBuilder, TrainedRole
-from megappo.trainer.sft import SupervisedTrainer
 from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker
@@ -35,11 +37,7 @@ from megappo.workers.reference import NoReference, ReferenceWorker
 from megappo.workers.reward import RewardWorker
 from megappo.workers.rollout import RolloutWorker
 
-
-def build_trainer(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer | SupervisedTrainer:
-    """The trainer of `config.trainer.kind`, ready to `fit`. Raises UserError before a model is built where it can."""
-    require_sound(config, mesh.world_size)
-    return build_ppo(config, mesh) if config.trainer.kind == "ppo" else build_supervised(config, mesh)
+T = TypeVar("T")
 
 
 def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
@@ -89,36 +87,9 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     )
 
 
-def build_supervised(config: ExperimentConfig, mesh: Mesh) -> SupervisedTrainer:
-    """In the same order; there is an engine only where held-out prompts are answered and scored."""
-    plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
-    examples = load_supervised(config.data, tokenizer, config.data.train_files, config.data.max_samples)
-    data = TrainingData.of(config, tokenizer, len(examples))
-    reward = RewardWorker(config.reward, mesh) if config.reward is not None and data.evaluation_sets else None
-
-    roles = RoleBuilder(config, mesh)
-    spec = roles.spec()
-    refuse_foreign_tokens((example.token_ids for example in examples), config, spec)
-    actor = roles.actor(data.total_steps)
-    evaluates = None
-    if reward is not None:
-        rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model)
-        evaluates = evaluator(config, mesh, data.evaluation_sets, rollout, reward)
-    return SupervisedTrainer(
-        mesh=mesh,
-        plan=plan,
-        examples=examples,
-        order=data.order,
-        engine=actor.engine,
-        log_probs=log_probs(config, mesh, spec, temperature=1.0),
-        loop=data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None),
-    )
-
-
 @dataclass(frozen=True)
 class TrainingData:
-    """What both kinds of training know before a model is built: the order and length of the run, what it evaluates."""
+    """What all kinds of training know before a model is built: the order and length of the run, what it evaluates."""
 
     tokenizer: Tokenizer
     order: PromptOrder
@@ -126,9 +97,12 @@ class TrainingData:
     evaluation_sets: Mapping[str, Sequence[Prompt]]
 
     @classmethod
-    def of(cls, config: ExperimentConfig, tokenizer: Tokenizer, num_rows: int) -> TrainingData:
+    def of(
+        cls, config: ExperimentConfig, tokenizer: Tokenizer, num_rows: int, *, with_prompts: bool = True
+    ) -> TrainingData:
+        """`with_prompts`: held-out files are prompts, which are read here; otherwise the caller reads them."""
         order = PromptOrder(num_rows, config.data.train_batch_size, config.data.seed, config.data.shuffle)
-        sets = load_evaluation_sets(config, tokenizer)
+        sets = load_evaluation_sets(config, tokenizer) if with_prompts else {}
         return cls(tokenizer, order, number_of_steps(config, order), sets)
 
     def loop(
@@ -137,8 +111,9 @@ class TrainingData:
         mesh: Mesh,
         spec: ModelSpec,
         roles: Mapping[str, SavedRole],
-        evaluator: Evaluator | None,
+        evaluator: Evaluates | None,
         controller: KLController | None,
+        exported_role: str = "actor",
     ) -> Loop:
         parts = LoopParts(
             total_steps=self.total_steps,
@@ -148,6 +123,7 @@ class TrainingData:
             order=self.order,
             controller=controller,
             evaluator=evaluator,
+            exported_role=exported_role,
         )
         return Loop(config, mesh, parts)
 
@@ -192,7 +168,12 @@ def reference_worker(
 
 def load_evaluation_sets(config: ExperimentConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
     """The held-out prompts of each file, by the file's name. ConfigError where two files have one name."""
-    sets: dict[str, list[Prompt]] = {}
+    return held_out(config, lambda file: load_prompts(config.data, tokenizer, [file], config.data.max_val_samples))
+
+
+def held_out(config: ExperimentConfig, load: Callable[[str], list[T]]) -> dict[str, list[T]]:
+    """What `load` reads from each held-out file, by the file's name. ConfigError where two files have one name."""
+    sets: dict[str, list[T]] = {}
     for file in config.data.val_files:
         name = source_name(file)
         if name in sets:
@@ -200,7 +181,7 @@ def load_evaluation_sets(config: ExperimentConfig, tokenizer: Tokenizer) -> dict
                 f"data.val_files: {file} would be the second data set named {name!r} in the metrics eval/{name}/…; "
                 "give one of the two another file name"
             )
-        sets[name] = load_prompts(config.data, tokenizer, [file], config.data.max_val_samples)
+        sets[name] = load(file)
     return sets
 
 

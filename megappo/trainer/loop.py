@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +22,7 @@ from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.iterate import PromptOrder
 from megappo.data.tokenizer import Tokenizer
+from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
 from megappo.experience.sample import RolloutSample
 from megappo.models.build import ModelSpec
@@ -30,11 +32,27 @@ from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole, point_to
-from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
 from megappo.trainer.stop import StopSignal
 from megappo.workers.reward import ScoredSamples
+
+
+class Evaluates(Protocol):
+    """What measures the thing that is trained on held-out data."""
+
+    @property
+    def sets(self) -> Mapping[str, Sequence[Any]]:
+        """The held-out data sets by their names."""
+        ...
+
+    def run(self, progress: Progress | None = None) -> dict[str, float]:
+        """Metrics `eval/<data set>/…`. A collective call."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it has started."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,8 @@ class LoopParts:
     roles: Mapping[str, SavedRole]
     order: PromptOrder
     controller: KLController | None
-    evaluator: Evaluator | None
+    evaluator: Evaluates | None
+    exported_role: str = "actor"
 
 
 class Step:
@@ -208,11 +227,11 @@ class Loop:
         if self._config.trainer.save_last:
             self._save(total)
         if self._config.trainer.export_hf:
-            actor = self._parts.roles["actor"].model
+            model = self._parts.roles[self._parts.exported_role].model
             target = self._folder.hf / f"step-{total:06d}"
             if self._mesh.is_writer:
                 shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
-            export_hf(actor, self._parts.spec, self._mesh, target)
+            export_hf(model, self._parts.spec, self._mesh, target)
             if self._mesh.is_writer:
                 point_to(target.with_name(LATEST), target)
         self._reporter.finish(total, self.outcome)

@@ -48,6 +48,10 @@ class RoleBuilder:
         path = self.config.critic.path or self.config.model.path
         return self._trained(path, "value", self.config.critic.optim, total_steps)
 
+    def reward_model(self, total_steps: int) -> TrainedRole:
+        """A value head on the starting weights, trained with the actor's settings."""
+        return self._trained(self.config.model.path, "value", self.config.actor.optim, total_steps)
+
     def reference(self) -> ModelEngine:
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
         return ModelEngine(model.requires_grad_(False), self.mesh)

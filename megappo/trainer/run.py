@@ -28,8 +28,9 @@ from megappo.errors import ExitCode
 from megappo.models.export_hf import export_hf
 from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer.build import build_evaluator, build_trainer
+from megappo.trainer.build import build_evaluator
 from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
+from megappo.trainer.kinds import build_trainer
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import noise_key

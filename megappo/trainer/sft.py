@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same engine: one optimizer step on prompt-response pairs is a step of the run."""
+"""Supervised fine-tuning on the same engine: the task of `offline.py` on prompt-response pairs."""
 
 from __future__ import annotations
 
@@ -8,51 +8,32 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megappo.algorithms.aggregate import Denominators, aggregate
-from megappo.data.iterate import PromptOrder
 from megappo.data.prompts import SupervisedExample
-from megappo.engines.training import LossTerm, TrainingEngine
-from megappo.errors import ExitCode
+from megappo.engines.training import LossTerm, UpdateReport
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
 from megappo.parallel.mesh import Mesh
-from megappo.planner.batch import MiniBatchPlan
-from megappo.trainer.experience_metrics import global_tokens
-from megappo.trainer.loop import Loop
+from megappo.trainer.loop import Step
 from megappo.workers.policy import LogProbs, global_denominators
 
 
 @dataclass(frozen=True)
-class SupervisedTrainer:
-    """The supervised loop on the ranks of one training layout."""
+class SupervisedTask:
+    """Learns the responses of examples."""
 
     mesh: Mesh
-    plan: MiniBatchPlan
     examples: Sequence[SupervisedExample]
-    order: PromptOrder
-    engine: TrainingEngine
     log_probs: LogProbs
-    loop: Loop
+    sequences_per_row: int = 1
 
-    def fit(self) -> ExitCode:
-        """Trains until the last step, or until a signal asks to stop."""
-        share = self.plan.sequences_per_rank
-        mine = slice(self.mesh.dp_rank * share, (self.mesh.dp_rank + 1) * share)
-        for step in self.loop.steps():
-            with step.phase("update_actor"):
-                batch = supervised_batch([self.examples[row] for row in self.order.next_batch()[mine]])
-                denominators = global_denominators(batch, self.mesh)
-                micros = micro_batches(
-                    batch, self.plan.micro_batch, alignment=self.mesh.sequence_alignment, device=self.mesh.device
-                )
-                report = self.engine.update(micros, SupervisedLoss(self.log_probs, denominators))
-                step.record(report.metrics)
-                step.record({"sft/grad_norm": report.grad_norm, "sft/lr": report.learning_rate})
-            step.finish(global_tokens(batch, self.mesh))
-        return self.loop.outcome
+    def batch(self, rows: Sequence[int], step: Step) -> ExperienceBatch:
+        return supervised_batch([self.examples[row] for row in rows])
 
-    def close(self) -> None:
-        """Ends what evaluates, after everything else that communicates."""
-        self.loop.close()
+    def loss(self, batch: ExperienceBatch) -> SupervisedLoss:
+        return SupervisedLoss(self.log_probs, global_denominators(batch, self.mesh))
+
+    def metrics(self, report: UpdateReport) -> dict[str, float]:
+        return report.metrics | {"sft/grad_norm": report.grad_norm, "sft/lr": report.learning_rate}
 
 
 class SupervisedLoss:

@@ -1,0 +1,126 @@
+"""The wiring of what learns from a fixed data set: supervised fine-tuning, reward models, DPO.
+
+Data first, models after: what is cheap to refuse is refused before anything is expensive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.data.conversation import ConversationEncoder
+from megappo.data.preferences import PreferencePair, load_preferences
+from megappo.data.prompts import load_supervised
+from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.models.build import ModelSpec
+from megappo.parallel.mesh import Mesh
+from megappo.planner.batch import plan_supervised
+from megappo.trainer.build import (
+    TrainingData,
+    evaluator,
+    held_out,
+    log_probs,
+    refuse_foreign_tokens,
+    saved_roles,
+)
+from megappo.trainer.dpo import DPOMeasure, DPOTask
+from megappo.trainer.evaluate import Evaluator
+from megappo.trainer.generation import rollout_worker
+from megappo.trainer.offline import OfflineTrainer
+from megappo.trainer.pair_evaluation import PairEvaluator
+from megappo.trainer.reward_model import EncodedPair, RewardModelMeasure, RewardModelTask, encode_pairs
+from megappo.trainer.roles import RoleBuilder, TrainedRole
+from megappo.trainer.sft import SupervisedTask
+from megappo.workers.reference import ReferenceWorker
+from megappo.workers.reward import RewardWorker
+
+T = TypeVar("T")
+
+
+def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
+    """There is a generation engine only where held-out prompts are answered and scored."""
+    plan = plan_supervised(config, mesh.dp)
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    examples = load_supervised(config.data, tokenizer, config.data.train_files, config.data.max_samples)
+    data = TrainingData.of(config, tokenizer, len(examples))
+    reward = _evaluation_reward(config, mesh)
+
+    roles = RoleBuilder(config, mesh)
+    spec = roles.spec()
+    refuse_foreign_tokens((example.token_ids for example in examples), config, spec)
+    actor = roles.actor(data.total_steps)
+    task = SupervisedTask(mesh, examples, log_probs(config, mesh, spec, temperature=1.0))
+    evaluates = _answers(config, mesh, data, spec, actor, reward) if reward is not None else None
+    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
+    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop)
+
+
+def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
+    """Held-out files are prompts to answer where there is a reward, and pairs otherwise."""
+    plan = plan_supervised(config, mesh.dp)
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    pairs = load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples)
+    reward = _evaluation_reward(config, mesh)
+    held_out_pairs = {} if reward is not None else held_out(config, _pairs_of(config, tokenizer))
+    data = TrainingData.of(config, tokenizer, len(pairs), with_prompts=reward is not None)
+
+    roles = RoleBuilder(config, mesh)
+    spec = roles.spec()
+    refuse_foreign_tokens(
+        ((*pair.prompt.token_ids, *ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)), config, spec
+    )
+    actor = roles.actor(data.total_steps)
+    read = log_probs(config, mesh, spec, temperature=1.0)
+    size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
+    task = DPOTask(config.dpo, pairs, read, ReferenceWorker(roles.reference(), read, size), plan.sequences)
+    evaluates: Evaluator | PairEvaluator[PreferencePair]
+    if reward is not None:
+        evaluates = _answers(config, mesh, data, spec, actor, reward)
+    else:
+        evaluates = PairEvaluator(mesh, held_out_pairs, DPOMeasure(task, actor.engine, 2 * plan.micro_batch))
+    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
+    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop)
+
+
+def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
+    """Held-out files are pairs."""
+    plan = plan_supervised(config, mesh.dp)
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    roles = RoleBuilder(config, mesh)
+    spec = roles.spec()
+    encoder = ConversationEncoder(tokenizer, config.data.apply_chat_template, "data.apply_chat_template")
+
+    def encoded(pairs: Sequence[PreferencePair]) -> list[EncodedPair]:
+        return encode_pairs(pairs, encoder, spec.shape.max_positions)
+
+    pairs = encoded(load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples))
+    of_file = _pairs_of(config, tokenizer)
+    sets = held_out(config, lambda file: encoded(of_file(file)))
+    data = TrainingData.of(config, tokenizer, len(pairs), with_prompts=False)
+    refuse_foreign_tokens((ids for pair in pairs for ids in (pair.chosen, pair.rejected)), config, spec)
+    model = roles.reward_model(data.total_steps)
+    pad_id = spec.hf_config.get("pad_token_id")
+    task = RewardModelTask(pairs, pad_id, plan.sequences)
+    evaluates = PairEvaluator(mesh, sets, RewardModelMeasure(model.engine, pad_id, 2 * plan.micro_batch))
+    loop = data.loop(
+        config, mesh, spec, saved_roles(reward_model=model), evaluates, controller=None, exported_role="reward_model"
+    )
+    return OfflineTrainer(mesh, plan, data.order, model.engine, task, loop)
+
+
+def _evaluation_reward(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | None:
+    """What scores the answers to held-out prompts, where there are both."""
+    return RewardWorker(config.reward, mesh) if config.reward is not None and config.data.val_files else None
+
+
+def _answers(
+    config: ExperimentConfig, mesh: Mesh, data: TrainingData, spec: ModelSpec, actor: TrainedRole, reward: RewardWorker
+) -> Evaluator:
+    """The evaluation that has the policy answer held-out prompts."""
+    rollout = rollout_worker(config, mesh, spec, data.tokenizer, actor.engine.model)
+    return evaluator(config, mesh, data.evaluation_sets, rollout, reward)
+
+
+def _pairs_of(config: ExperimentConfig, tokenizer: Tokenizer) -> Callable[[str], list[PreferencePair]]:
+    return lambda file: load_preferences(config.data, tokenizer, [file], config.data.max_val_samples)
