@@ -11,6 +11,10 @@ from torch import Tensor
 
 from megappo.algorithms.masked import keep
 
+EXACT = "full"
+"""The estimator that is none: the sum over the whole vocabulary, which needs both models' logits
+(`parallel/vocab.py`)."""
+
 
 def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None = None) -> Tensor:
     """The estimator `name` (`kl`/`k1`, `abs`, `mse`/`k2`, `low_var_kl`/`k3`) per token: float32, any shape.
@@ -23,6 +27,7 @@ def kl_estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor, mask: Tenso
     if mask is not None:
         log_probs, ref_log_probs = keep(mask, log_probs), keep(mask, ref_log_probs)
     base = name.removesuffix("+")
+    assert base != EXACT, f"{name!r} is no estimator from two log-probs; {EXACT} is exact and has its own gradient"
     assert base in _ESTIMATORS, f"{name!r} is no KL estimator: {', '.join(_ESTIMATORS)}, each also with +"
     value = _ESTIMATORS[base](log_probs, ref_log_probs)
     if base == name:

@@ -9,8 +9,19 @@ from megappo.config.optim import OptimConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
+GSPO_CLIP = (3e-4, 4e-4)
+"""Distances of gspo's clip from 1 where none are set: a sequence's ratio, a mean over tokens, moves far less."""
+
+
+class PolicyLossConfig(Section):
+    """The policy loss."""
+
+    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    """`vanilla` is PPO's clipped ratio, `gspo` clips the ratio of the whole sequence, `cispo` clips the weight and
+    keeps every token's gradient."""
 
 
 class ActorConfig(Section):
@@ -25,20 +36,28 @@ class ActorConfig(Section):
     """Sequences of one forward of the old log-prob pass; `ppo_micro_batch_size_per_gpu` when null."""
     ppo_epochs: int = Field(1, ge=1)
     """Passes over a step's sequences."""
+    target_kl_per_step: float | None = Field(None, gt=0)
+    """Leave out the rest of a step's minibatches once one finds the policy farther than this from the one that
+    generated (`actor/ppo_kl_k3`, in nats); null takes them all."""
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     clip_ratio: float = Field(0.2, gt=0)
-    """PPO's ε on both sides, where the next two don't say otherwise."""
+    """PPO's ε on both sides, where the next two don't say otherwise; gspo has 3e-4 and 4e-4 there."""
     clip_ratio_low: float | None = Field(None, gt=0, lt=1)
-    """The ratio is clipped below 1 − this; `clip_ratio` when null."""
+    """The ratio is clipped below 1 − this; `clip_ratio` when null (3e-4 for gspo)."""
     clip_ratio_high: float | None = Field(None, gt=0)
-    """The ratio is clipped above 1 + this; `clip_ratio` when null."""
+    """The ratio is clipped above 1 + this; `clip_ratio` when null (4e-4 for gspo)."""
     clip_ratio_c: float = Field(3.0, gt=1)
     """Dual clip: bound of the loss for negative advantages, in units of |advantage|."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses become one number: docs/semantics.md."""
+    """How per-token losses become one number: docs/semantics.md. gspo always takes `seq-mean-token-mean`."""
     loss_scale_length: int | None = Field(None, ge=1)
     """Constant length that `seq-mean-token-sum-norm` divides by; `data.max_response_length` when null."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    entropy_coeff_final: float = 0.0
+    """Weight that the bonus has after `entropy_decay_steps`."""
+    entropy_decay_steps: int | None = Field(None, ge=1)
+    """Optimizer steps over which the weight goes linearly from the first to the last; null keeps the first."""
     entropy_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose float32 logits exist at once in the log-prob and entropy passes."""
     use_kl_loss: bool = False
@@ -46,14 +65,29 @@ class ActorConfig(Section):
     kl_loss_coef: float = Field(0.001, ge=0)
     """Weight of that term."""
     kl_loss_type: KLEstimator = "low_var_kl"
-    """Its estimator; a trailing `+` takes the gradient of `k2`."""
+    """Its estimator; a trailing `+` takes the gradient of `k2`. `full` sums over the vocabulary, and runs the reference
+    again in every update."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
         """(low, high) distances of the ratio's clip from 1."""
-        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        both = (self.clip_ratio, self.clip_ratio)
+        default_low, default_high = GSPO_CLIP if self.policy_loss.loss_mode == "gspo" else both
+        low = default_low if self.clip_ratio_low is None else self.clip_ratio_low
+        high = default_high if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
+
+    @property
+    def aggregation(self) -> LossAggMode:
+        """The aggregation that the loss takes: its ratio being one a sequence, gspo weighs sequences alike."""
+        return "seq-mean-token-mean" if self.policy_loss.loss_mode == "gspo" else self.loss_agg_mode
+
+    def entropy_coeff_at(self, optimizer_step: int) -> float:
+        """Weight of the entropy bonus after so many optimizer steps of the run."""
+        if self.entropy_decay_steps is None:
+            return self.entropy_coeff
+        done = min(optimizer_step / self.entropy_decay_steps, 1.0)
+        return self.entropy_coeff + done * (self.entropy_coeff_final - self.entropy_coeff)
 
     @property
     def log_prob_micro_batch(self) -> int:

@@ -22,9 +22,7 @@ class KLControlConfig(Section):
     """Sequences over which the adaptive coefficient reacts."""
 
 
-AdvEstimator = Literal[
-    "gae", "vapo", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
-]
+AdvEstimator = Literal["gae", "vapo", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
 WITH_CRITIC: tuple[AdvEstimator, ...] = ("gae", "vapo")
 WITH_GROUPS: tuple[AdvEstimator, ...] = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Estimators that compare the responses to one prompt with each other."""
@@ -62,7 +60,8 @@ class AlgorithmConfig(Section):
     lam_critic: float | None = Field(None, ge=0, le=1)
     """λ of the returns; `lam` when null (1 for `vapo`)."""
     lam_length_alpha: float | None = Field(None, gt=0)
-    """λ of the advantages is 1 − 1 / (this · response length), at least 0; null leaves it constant (0.05 for `vapo`)."""
+    """λ of the advantages is 1 − 1 / (this · response length), at least 0; null leaves it constant (0.05 for
+    `vapo`)."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide `grpo`'s advantages by the standard deviation of the group's scores."""
     normalize_scores: bool = False
@@ -84,4 +83,5 @@ class AlgorithmConfig(Section):
     @property
     def whitens(self) -> bool:
         return self.adv_estimator in WHITENED if self.whiten_advantages is None else self.whiten_advantages
+
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()

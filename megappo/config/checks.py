@@ -8,6 +8,7 @@ Rules about the algorithm are in `checks_algorithm.py`, about model folders, dat
 from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_sets import experience_problems, set_problems
 from megappo.config.checks_vllm import vllm_problems
 from megappo.config.divisibility import divisibility_problems
 from megappo.config.experiment import ExperimentConfig
@@ -26,6 +27,8 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *(_dpo_problems(config) if config.trainer.kind == "dpo" else ()),
         *_reward_problems(config),
         *_data_problems(config),
+        *set_problems(config),
+        *experience_problems(config),
         *file_problems(config),
         *layout_problems(config),
         *world_problems(config, world_size),
@@ -58,7 +61,7 @@ def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
     if trainer.total_steps is None and trainer.total_epochs is None:
         reason = "the length of the run is missing: neither it nor trainer.total_epochs is set"
         problems.append(Problem("trainer.total_steps", None, reason, "for example 100"))
-    if trainer.test_freq and not config.data.val_files:
+    if trainer.test_freq and not config.data.has_val_files:
         reason = "does nothing, for data.val_files is empty"
         problems.append(warning("trainer.test_freq", trainer.test_freq, reason, "name files there, or set it to 0"))
     if trainer.kind == "sft" and config.data.val_files and config.reward is None:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.multi_turn import MultiTurnConfig
 
 
 class RolloutConfig(Section):
@@ -17,6 +18,12 @@ class RolloutConfig(Section):
     """Responses for each prompt."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits in sampling and in every log-prob of actor and reference."""
+    top_k: int = Field(0, ge=0)
+    """Sample training responses from the k most probable tokens; 0 is off. Needs
+    `algorithm.rollout_correction.bypass_mode`."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample training responses from the most probable tokens that have this mass together; 1 is off. Needs
+    `algorithm.rollout_correction.bypass_mode`."""
     stop: tuple[str, ...] = ()
     """Strings that end a response; the text keeps them."""
     ignore_eos: bool = False
@@ -48,6 +55,7 @@ class RolloutConfig(Section):
     a quarter slower on a GPU. False seeds each batch as a whole. The native engine always does the first."""
     quantization: Literal["fp8"] | None = None
     """vLLM generates with weights rounded to 8 bits; its log-probs then differ from the trainer's."""
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
 
 
 class EvaluationSampling(Section):
@@ -55,6 +63,8 @@ class EvaluationSampling(Section):
 
     n: int = Field(1, ge=1)
     """Responses for each prompt; `pass_at_k` is reported for k = n."""
+    pass_at: tuple[int, ...] = ()
+    """Further k, at most n: `pass_at_<k>`, estimated without bias from the n responses."""
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     top_k: int = Field(0, ge=0)

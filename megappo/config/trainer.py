@@ -39,6 +39,9 @@ class TrainerConfig(Section):
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     val_before_train: bool = True
     """Evaluate before the first step."""
+    best_metric: str | None = None
+    """Metric of the evaluation such as `eval/val/exact_match`: the checkpoint where it is highest is saved, and kept
+    beside the newest ones as `checkpoints/best`."""
     evaluation: EvaluationSampling = EvaluationSampling()
     stop_grace_seconds: float = Field(600.0, gt=0)
     """Time for the ranks to finish their step and save after a SIGTERM, before they are killed."""

@@ -60,6 +60,11 @@ class Optimizer:
         """The rate that the next step uses."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @property
+    def num_steps(self) -> int:
+        """Steps taken so far, over resumed runs too."""
+        return int(self._schedule.num_steps)
+
     def zero_grad(self) -> None:
         self.wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()

@@ -69,6 +69,14 @@ class ModelEngine:
         flat = torch.cat(pieces) if self.mesh.is_last_stage else None
         return broadcast_from_last_stage(flat, self.mesh, (total,), torch.float32).cpu()
 
+    def logits(self, micro: MicroBatch) -> Tensor:
+        """[b, length, vocab / tp] of one micro-batch, without gradients: for a loss of *another* model that compares
+        whole distributions. All TP ranks call it together."""
+        assert self.mesh.pp == 1, "one stage can't run the others' in the middle of a schedule"
+        with torch.no_grad():
+            output: Tensor = self.model(micro.token_ids, micro.position_ids, None)
+        return output
+
     def _run(
         self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
     ) -> list[Any]:

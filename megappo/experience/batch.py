@@ -17,13 +17,19 @@ from megappo.experience.sample import RolloutSample
 # The phase of `fit()` that fills each optional field: the message of a field that is read too early.
 FILLED_BY = {
     "scores": "the reward phase",
+    "token_scores": "the reward phase",
     "old_log_probs": "the old log-prob phase",
     "ref_log_probs": "the reference phase (actor.use_kl_loss or algorithm.use_kl_in_reward)",
+    "ref_kl": "the reference phase (algorithm.kl_penalty full)",
     "values": "the value phase",
+    "baseline_scores": "the reward phase (algorithm.adv_estimator remax)",
     "token_rewards": "the advantage phase",
     "advantages": "the advantage phase",
-    "returns": "the advantage phase",
+    "returns": "the advantage phase (estimators with a critic)",
+    "loss_weights": "the advantage phase (algorithm.rollout_correction.rollout_is)",
 }
+PER_SEQUENCE = ("positions", "scores", "baseline_scores")
+"""Fields with one number a sequence."""
 
 
 class NotFilledError(RuntimeError):
@@ -43,7 +49,10 @@ class ExperienceBatch:
 
     Shapes: `token_ids` [tokens] int64 · `response_mask` [tokens] bool · `cu_seqlens` [B + 1] int64 ·
     `positions` [B] int64, place in the step's global batch · `rollout_log_probs` [tokens] · `scores` [B] ·
-    `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns` [tokens]; floats are float32.
+    `token_scores` [tokens], rewards of single response tokens, which are added to where the score lands ·
+    `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns` [tokens] · `ref_kl` [tokens],
+    exact KL of the old policy to the reference · `baseline_scores` [B], of the greedy response to the same prompt ·
+    `loss_weights` [tokens], factors of the policy loss; floats are float32.
     """
 
     token_ids: Tensor
@@ -52,12 +61,16 @@ class ExperienceBatch:
     positions: Tensor
     rollout_log_probs: Tensor
     scores: Tensor | None = None
+    token_scores: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    ref_kl: Tensor | None = None
     values: Tensor | None = None
+    baseline_scores: Tensor | None = None
     token_rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    loss_weights: Tensor | None = None
 
     @classmethod
     def from_samples(cls, samples: Sequence[RolloutSample]) -> ExperienceBatch:
@@ -69,7 +82,11 @@ class ExperienceBatch:
         )
         log_probs = [value for sample in samples for value in sample.rollout_log_probs]
         batch.rollout_log_probs[batch.response_mask] = torch.tensor(log_probs, dtype=torch.float32)
-        return batch
+        baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
+        if not baselines:
+            return batch
+        assert len(baselines) == len(samples), "all samples of a step have a baseline, or none"
+        return batch.fill(baseline_scores=torch.tensor(baselines, dtype=torch.float32))
 
     @classmethod
     def from_sequences(
@@ -114,7 +131,7 @@ class ExperienceBatch:
     def fill(self, **fields: Tensor) -> ExperienceBatch:
         """A batch with more fields filled; shapes are checked against this one's."""
         for name, value in fields.items():
-            expected = (self.num_sequences,) if name == "scores" else (self.num_tokens,)
+            expected = (self.num_sequences,) if name in PER_SEQUENCE else (self.num_tokens,)
             assert tuple(value.shape) == expected, f"{name} has shape {tuple(value.shape)}, the batch needs {expected}"
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
@@ -126,7 +143,7 @@ class ExperienceBatch:
             value = getattr(self, field.name)
             if field.name == "cu_seqlens":
                 fields[field.name] = value[start : stop + 1] - low
-            elif field.name in ("positions", "scores"):
+            elif field.name in PER_SEQUENCE:
                 fields[field.name] = value[start:stop] if value is not None else None
             else:
                 fields[field.name] = value[low:high] if value is not None else None

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of tokens over a vocabulary that is sharded over TP ranks, in chunks of tokens.
+"""Log-probabilities, entropy and exact KL over a vocabulary that is sharded over TP ranks, in chunks of tokens.
 
-One autograd function: forward keeps a few numbers a token, backward recomputes the softmax chunk by chunk. The float32
-copy of the logits exists for one chunk at a time, never for all tokens.
+Autograd functions whose forward keeps a few numbers a token, and whose backward recomputes the softmax chunk by chunk.
+The float32 copy of the logits exists for one chunk at a time, never for all tokens.
 """
 
 from typing import Any
@@ -93,6 +93,66 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return grad_logits, None, None, None, None, None, None
 
 
+def vocab_parallel_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: ProcessGroup | None,
+    chunk_tokens: int,
+) -> Tensor:
+    """Σ_v π(v) (log π(v) − log π_ref(v)) of each token, in nats, `[tokens]` float32; the gradient is `logits`' alone.
+
+    Both [tokens, padded vocab / tp]: this rank's columns of the two models' logits for the same tokens. The rest as in
+    `vocab_parallel_log_probs`.
+    """
+    assert logits.shape == ref_logits.shape, "policy and reference have the same columns of the same tokens"
+    kl: Tensor = _VocabParallelKL.apply(logits, ref_logits.detach(), vocab_size, temperature, tp_group, chunk_tokens)
+    return kl
+
+
+class _VocabParallelKL(torch.autograd.Function):
+    """With z = logits / temperature and p = softmax(z): d KL / dz_v = p_v · (log p_v − log q_v − KL)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        ref_logits: Tensor,
+        vocab_size: int,
+        temperature: float,
+        tp_group: ProcessGroup | None,
+        chunk_tokens: int,
+    ) -> Tensor:
+        columns = _Columns(logits, vocab_size, temperature, tp_group)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        kl = torch.zeros(logits.shape[0], dtype=dtype, device=logits.device)
+        normalizers = torch.zeros(2, logits.shape[0], dtype=dtype, device=logits.device)
+        for start in range(0, logits.shape[0], chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            for row, part in enumerate((logits, ref_logits)):
+                normalizers[row, chunk] = columns.log_normalizer(columns.scaled(part[chunk], dtype))
+            log_p, difference = columns.log_p_and_difference(logits[chunk], ref_logits[chunk], normalizers[:, chunk])
+            kl[chunk] = columns.sum(difference.mul_(log_p.exp_()).sum(dim=1))
+        ctx.save_for_backward(logits, ref_logits, normalizers, kl)
+        ctx.columns, ctx.chunk_tokens = columns, chunk_tokens
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        logits, ref_logits, normalizers, kl = ctx.saved_tensors
+        columns: _Columns = ctx.columns
+        (grad_kl,) = grads
+        grad_logits = torch.empty_like(logits)
+        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            log_p, slope = columns.log_p_and_difference(logits[chunk], ref_logits[chunk], normalizers[:, chunk])
+            slope.sub_(kl[chunk, None]).mul_(log_p.exp_()).mul_(grad_kl[chunk, None])
+            grad_logits[chunk] = slope.div_(columns.temperature)
+        return grad_logits, None, None, None, None, None
+
+
 class _Columns:
     """This rank's columns of the vocabulary, and the reductions over all ranks' columns."""
 
@@ -116,6 +176,13 @@ class _Columns:
         if self.group is not None:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
         return self.sum((scaled - highest[:, None]).exp_().sum(dim=1)).log() + highest
+
+    def log_p_and_difference(self, logits: Tensor, ref_logits: Tensor, normalizers: Tensor) -> tuple[Tensor, Tensor]:
+        """(log p, log p − log q) [tokens, columns] of two models, −inf and 0 in the padding; `normalizers`
+        [2, tokens] are their log Z."""
+        log_p = self.scaled(logits, normalizers.dtype).sub_(normalizers[0][:, None])
+        log_q = self.scaled(ref_logits, normalizers.dtype).sub_(normalizers[1][:, None])
+        return log_p, torch.sub(log_p, log_q, out=log_q).masked_fill_(self.is_padding, 0.0)
 
     def sum(self, values: Tensor) -> Tensor:
         if self.group is not None:

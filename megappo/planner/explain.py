@@ -34,9 +34,7 @@ def _role_lines(name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan
 
 def _rank_line(role: MiniBatchPlan, unit: str = "sequences") -> str:
     passes = _count(role.num_micro_batches, "micro-batch", "micro-batches")
-    return (
-        f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} = {passes} of {role.micro_batch}"
-    )
+    return f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} = {passes} of {role.micro_batch}"
 
 
 def _ownership_line(plan: BatchPlan) -> str:

@@ -87,13 +87,20 @@ def experience_metrics(
     out = _Reductions(mesh)
     _add_lengths(out, batch, max_response_length)
     _add_rewards(out, batch, scored)
-    _add_mismatch(out, batch)
+    is_measured = batch.old_log_probs is not batch.rollout_log_probs  # in bypass mode they are the same
+    if is_measured:
+        _add_mismatch(out, batch)
+    if batch.loss_weights is not None:
+        weights = batch.loss_weights[batch.response_mask]
+        out.mean("rollout/is_mean", weights)
+        out.minimum("rollout/is_min", weights)
+        out.maximum("rollout/is_max", weights)
     if batch.ref_log_probs is not None:
         k1 = sequence_means(batch, batch.get("old_log_probs") - batch.ref_log_probs)
         out.mean("kl/mean", k1)
         out.maximum("kl/max", k1)
     metrics = out.reduced()
-    return _with_effective_sample_size(metrics)
+    return _with_effective_sample_size(metrics) if is_measured else metrics
 
 
 def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
@@ -112,6 +119,8 @@ def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
 def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch) -> None:
     rewards = sequence_sums(batch, batch.get("token_rewards"))
     scores = batch.get("scores").double()
+    if batch.token_scores is not None:
+        scores = scores + sequence_sums(batch, batch.token_scores)
     out.mean("reward/score", scores)
     out.mean("reward/token_reward", rewards)
     # What the KL penalty took off: a response of length 0 has neither.

@@ -60,9 +60,12 @@ def rollout_engine(
 
 
 def training_sampling(config: ExperimentConfig) -> SamplingParams:
-    """How training responses are sampled: from the whole distribution, whose log-probs the trainer computes."""
+    """How training responses are sampled: from the whole distribution, whose log-probs the trainer computes, unless
+    the engine's log-probs are taken (`bypass_mode`)."""
     return SamplingParams(
         temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
         max_tokens=config.data.max_response_length,
         stop=config.rollout.stop,
         ignore_eos=config.rollout.ignore_eos,

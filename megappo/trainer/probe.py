@@ -58,10 +58,12 @@ def probe(rollout: RolloutWorker, actor: ActorWorker, prompts: Sequence[Prompt],
     share = -(-max(PROBE_PROMPTS, mesh.dp, len(rollout.engine.replicas.groups)) // mesh.dp)
     chosen = [prompts[(step * share * mesh.dp + number) % len(prompts)] for number in range(share * mesh.dp)]
     mine = range(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)
-    sampling = dataclasses.replace(rollout.sampling, max_tokens=min(PROBE_TOKENS, rollout.sampling.max_tokens))
+    # From the whole distribution: the trainer computes no other log-probs.
+    limit = min(PROBE_TOKENS, rollout.sampling.max_tokens)
+    sampling = dataclasses.replace(rollout.sampling, max_tokens=limit, top_k=0, top_p=1.0)
     samples = rollout.sample(chosen, mine, sampling, 1, (PROBE_STREAM, step))
-    batch = actor.fill_old_log_probs(ExperienceBatch.from_samples(samples))
-    return compare(samples, batch.get("old_log_probs")[batch.response_mask], mesh)
+    batch = ExperienceBatch.from_samples(samples)
+    return compare(samples, actor.log_probs_now(batch)[batch.response_mask], mesh)
 
 
 def compare(samples: Sequence[RolloutSample], trainer: Tensor, mesh: Mesh) -> Probe:

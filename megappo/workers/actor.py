@@ -2,86 +2,159 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
 from torch import Tensor
 
 from megappo.algorithms.aggregate import Denominators, aggregate
 from megappo.algorithms.kl import kl_estimate
-from megappo.algorithms.losses import policy_loss
+from megappo.algorithms.losses import POLICY_LOSSES, ClipRange
 from megappo.config.actor import ActorConfig
 from megappo.engines.training import LossTerm, TrainingEngine
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.workers.policy import LogProbs, global_denominators
+from megappo.workers.reference import ReferenceWorker
+
+KLTerm = Callable[[Tensor, Tensor, MicroBatch], Tensor]
+"""(logits [b, s, vocab / tp], log-probs [b, s], micro-batch) → KL to the reference of each token [b, s]."""
 
 
 class ActorWorker:
-    """Fills `old_log_probs`, and improves the policy on minibatches with advantages."""
+    """Fills `old_log_probs`, and improves the policy on minibatches with advantages.
 
-    def __init__(self, engine: TrainingEngine, config: ActorConfig, log_probs: LogProbs, *, scale_length: int) -> None:
+    `kl_term` computes the KL of the loss (`use_kl_loss`); None leaves it out. `bypass` takes the engine's log-probs for
+    the old ones.
+    """
+
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: ActorConfig,
+        log_probs: LogProbs,
+        *,
+        scale_length: int,
+        kl_term: KLTerm | None = None,
+        bypass: bool = False,
+    ) -> None:
         self.engine = engine
         self._config = config
         self._log_probs = log_probs
         self._scale_length = scale_length
+        self._kl_term = kl_term
+        self._bypass = bypass
+        self._moved = 0.0
 
     def fill_old_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
-        micros = self._cut(batch, self._config.log_prob_micro_batch)
-        return batch.fill(old_log_probs=self.engine.per_token(micros, self._log_probs))
+        if self._bypass:
+            return batch.fill(old_log_probs=batch.rollout_log_probs)
+        return batch.fill(old_log_probs=self.log_probs_now(batch))
+
+    def log_probs_now(self, batch: ExperienceBatch) -> Tensor:
+        """[tokens] log-probs of the response tokens under the weights of this moment."""
+        return self.engine.per_token(self._cut(batch, self._config.log_prob_micro_batch), self._log_probs)
+
+    def within_limit(self, minibatches: Iterable[ExperienceBatch]) -> Iterator[ExperienceBatch]:
+        """The minibatches of a step, until an update finds the policy farther than `target_kl_per_step` from the one
+        that generated. Every rank stops alike: the distance is that of the global minibatch."""
+        self._moved = 0.0
+        limit = self._config.target_kl_per_step
+        for minibatch in minibatches:
+            if limit is not None and self._moved > limit:
+                return
+            yield minibatch
 
     def update(self, minibatch: ExperienceBatch) -> dict[str, float]:
         """One optimizer step; returns the metrics `actor/…` of the global minibatch."""
         micros = self._cut(minibatch, self._config.ppo_micro_batch_size_per_gpu)
-        denominators = global_denominators(minibatch, self.engine.mesh)
-        report = self.engine.update(micros, ActorLoss(self._config, self._log_probs, denominators, self._scale_length))
+        entropy_coeff = self._config.entropy_coeff_at(self.engine.optimizer.num_steps)
+        loss = ActorLoss(
+            self._config, self._log_probs, global_denominators(minibatch, self.engine.mesh), self._scale_length,
+            entropy_coeff=entropy_coeff, kl_term=self._kl_term,
+        )  # fmt: skip
+        report = self.engine.update(micros, loss)
+        self._moved = report.metrics["actor/ppo_kl_k3"]
         metrics = report.metrics | {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
-        return metrics | ({"actor/kl_loss_coef": self._config.kl_loss_coef} if self._config.use_kl_loss else {})
+        if self._config.entropy_decay_steps is not None:
+            metrics["actor/entropy_coeff"] = entropy_coeff
+        return metrics | ({"actor/kl_loss_coef": self._config.kl_loss_coef} if self._kl_term is not None else {})
 
     def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:
         mesh = self.engine.mesh
         return micro_batches(batch, size, alignment=mesh.sequence_alignment, device=mesh.device)
 
 
+def estimated_kl(kind: str) -> KLTerm:
+    """The KL term of an estimator from two log-probs; the batch has the reference's."""
+
+    def term(logits: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
+        return kl_estimate(kind, log_probs, micro.view("ref_log_probs"), micro.response_mask)
+
+    return term
+
+
+def exact_kl(reference: ReferenceWorker) -> KLTerm:
+    """The KL term over the whole vocabulary: the reference runs on the micro-batch while its loss is computed."""
+
+    def term(logits: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
+        return reference.exact_kl(logits, micro)
+
+    return term
+
+
 class ActorLoss:
     """Policy loss − entropy_coeff · entropy + kl_loss_coef · KL, each with global denominators."""
 
-    def __init__(self, config: ActorConfig, log_probs: LogProbs, denominators: Denominators, scale_length: int) -> None:
+    def __init__(
+        self,
+        config: ActorConfig,
+        log_probs: LogProbs,
+        denominators: Denominators,
+        scale_length: int,
+        *,
+        entropy_coeff: float,
+        kl_term: KLTerm | None = None,
+    ) -> None:
         self._config = config
         self._log_probs = log_probs
         self._denominators = denominators
         self._scale_length = scale_length
-        kl = ("actor/kl_loss",) if config.use_kl_loss else ()
+        self._entropy_coeff = entropy_coeff
+        self._kl_term = kl_term
+        self._policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
+        self._clip = ClipRange(*config.clip_range, dual=config.clip_ratio_c)
+        kl = ("actor/kl_loss",) if kl_term is not None else ()
         self.metrics: tuple[str, ...] = (
-            "actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/entropy", *kl,
+            "actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/ppo_kl_k3",
+            "actor/entropy", *kl,
         )  # fmt: skip
 
     def __call__(self, output: Tensor, micro: MicroBatch) -> LossTerm:
         """`output` [b, s, vocab / tp] logits."""
-        config, mask = self._config, micro.response_mask
+        mask = micro.response_mask
         log_probs, entropy = self._log_probs.with_entropy(output, micro)
-        terms = policy_loss(
-            log_probs,
-            micro.view("old_log_probs"),
-            micro.view("advantages"),
-            mask,
-            clip_low=config.clip_range[0],
-            clip_high=config.clip_range[1],
-            clip_c=config.clip_ratio_c,
-        )
-        pg_loss = loss = self._mean(terms.per_token, mask)
-        if config.entropy_coeff:
-            loss = loss - config.entropy_coeff * self._mean(entropy, mask)
+        terms = self._policy_loss(log_probs, micro.view("old_log_probs"), micro.view("advantages"), mask, self._clip)
+        per_token = terms.per_token
+        if micro.rows.loss_weights is not None:
+            per_token = per_token * micro.view("loss_weights")
+        pg_loss = loss = self._mean(per_token, mask)
+        if self._entropy_coeff:
+            loss = loss - self._entropy_coeff * self._mean(entropy, mask)
+        k3 = torch.expm1(-terms.kl) + terms.kl
         reported = [pg_loss]
-        reported += [self._token_mean(part, mask) for part in (terms.clipped, terms.dual_clipped, terms.kl, entropy)]
-        if config.use_kl_loss:
-            kl = self._mean(kl_estimate(config.kl_loss_type, log_probs, micro.view("ref_log_probs"), mask), mask)
-            loss = loss + config.kl_loss_coef * kl
+        reported += [
+            self._token_mean(part, mask) for part in (terms.clipped, terms.dual_clipped, terms.kl, k3, entropy)
+        ]
+        if self._kl_term is not None:
+            kl = self._mean(self._kl_term(output, log_probs, micro), mask)
+            loss = loss + self._config.kl_loss_coef * kl
             reported.append(kl)
         return LossTerm(loss, tuple(reported))
 
     def _mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
         """This micro-batch's share of the configured global mean."""
-        return aggregate(
-            per_token, mask, self._config.loss_agg_mode, self._denominators, scale_length=self._scale_length
-        )
+        return aggregate(per_token, mask, self._config.aggregation, self._denominators, self._scale_length)
 
     def _token_mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
         return aggregate(per_token.float(), mask, "token-mean", self._denominators)

@@ -54,6 +54,16 @@ class CriticWorker:
         return micro_batches(batch, size, alignment=mesh.sequence_alignment, device=mesh.device)
 
 
+class NoCritic:
+    """Stands where the advantage estimator reads no values: builds nothing, fills nothing, has no updates to make."""
+
+    def fill_values(self, batch: ExperienceBatch) -> ExperienceBatch:
+        return batch
+
+    def update(self, minibatch: ExperienceBatch) -> dict[str, float]:
+        raise AssertionError("the batch plan has no epochs for a critic that is not there")
+
+
 class CriticLoss:
     """½ · the clipped squared error of the values (SEMANTICS: value loss), and what the metrics need."""
 

@@ -12,7 +12,7 @@ from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
-from megappo.parallel.vocab import vocab_parallel_log_probs
+from megappo.parallel.vocab import vocab_parallel_kl, vocab_parallel_log_probs
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,20 @@ class LogProbs:
             with_entropy=entropy,
         )
         return _at_tokens(log_probs, mask), _at_tokens(entropies, mask)
+
+    def exact_kl(self, logits: Tensor, ref_logits: Tensor, micro: MicroBatch) -> Tensor:
+        """KL(policy ‖ reference) over the whole vocabulary at each response token, with a gradient to `logits`; both
+        [b, s, vocab / tp]."""
+        mask = micro.response_mask[:, 1:]
+        kl = vocab_parallel_kl(
+            logits[:, :-1][mask],
+            ref_logits[:, :-1][mask],
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            tp_group=self.mesh.tp_group,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return _at_tokens(kl, mask)
 
 
 def values_at_tokens(output: Tensor, micro: MicroBatch) -> Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megappo.algorithms.advantages import ESTIMATORS, gae, is_last_response_token, token_rewards, whiten
+from megappo.algorithms.advantages import gae, is_last_response_token, token_rewards, whiten
+from megappo.algorithms.kl import kl_estimate
 
 NAN = math.nan
 
@@ -100,10 +101,6 @@ def test_returns_of_a_long_undiscounted_response_are_exact() -> None:
     assert returns[0, 0].item() == pytest.approx(length * float(torch.tensor(0.1)), rel=1e-7)
 
 
-def test_the_table_names_the_estimators() -> None:
-    assert ESTIMATORS["gae"] is gae
-
-
 # (mask, places of the score of 3.0)
 LAST_TOKENS = [
     ([0, 1, 1, 0], [0, 0, 3, 0]),
@@ -116,7 +113,7 @@ LAST_TOKENS = [
 
 @pytest.mark.parametrize(("mask", "expected"), LAST_TOKENS)
 def test_the_score_lands_on_the_last_response_token(mask: list[int], expected: list[float]) -> None:
-    rewards = token_rewards(torch.tensor([3.0]), torch.tensor([mask]).bool(), torch.full((1, 4), NAN), None, 0.1, "kl")
+    rewards = token_rewards(torch.tensor([3.0]), torch.tensor([mask]).bool(), None, 0.1)
     assert rewards.tolist() == [expected]
     assert is_last_response_token(torch.tensor([mask]).bool()).tolist() == [[place != 0 for place in expected]]
 
@@ -127,14 +124,11 @@ PENALTIES = [("kl", 2.0), ("abs", 2.0), ("mse", 2.0), ("k3", 1.1353352832), ("kl
 
 @pytest.mark.parametrize(("kl_penalty", "kl"), PENALTIES)
 def test_the_kl_penalty_is_on_every_response_token(kl_penalty: str, kl: float) -> None:
-    rewards = token_rewards(
-        torch.tensor([1.0, 5.0]),
-        torch.tensor([[False, True, True], [False, False, False]]),
-        torch.tensor([[NAN, -1.0, -1.0], [NAN, NAN, NAN]]),
-        torch.tensor([[NAN, -3.0, -3.0], [NAN, NAN, NAN]]),
-        beta=0.25,
-        kl_penalty=kl_penalty,
-    )
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    old = torch.tensor([[NAN, -1.0, -1.0], [NAN, NAN, NAN]])
+    reference = torch.tensor([[NAN, -3.0, -3.0], [NAN, NAN, NAN]])
+    estimate = kl_estimate(kl_penalty, old, reference)
+    rewards = token_rewards(torch.tensor([1.0, 5.0]), mask, estimate, beta=0.25)
     assert rewards.dtype == torch.float32
     assert rewards[0].tolist() == pytest.approx([0, -0.25 * kl, 1 - 0.25 * kl], rel=1e-6)
     assert rewards[1].tolist() == [0, 0, 0]

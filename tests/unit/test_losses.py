@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megappo.algorithms.aggregate import Denominators, aggregate
-from megappo.algorithms.losses import policy_loss, value_loss
+from megappo.algorithms.losses import ClipRange, policy_loss, value_loss
 from megappo.algorithms.masked import global_moments, one_rank
 
 NAN = math.nan
@@ -44,7 +44,7 @@ def test_policy_loss_by_hand(
     ratio: float, advantage: float, loss: float, gradient: float, clipped: bool, dual: bool
 ) -> None:
     log_probs = row(math.log(ratio) - 1.5).requires_grad_()
-    terms = policy_loss(log_probs, row(-1.5), row(advantage), row(1).bool(), LOW, HIGH, C)
+    terms = policy_loss(log_probs, row(-1.5), row(advantage), row(1).bool(), ClipRange(LOW, HIGH, C))
     terms.per_token.sum().backward()
     assert terms.per_token.item() == pytest.approx(loss, rel=1e-5)
     assert log_probs.grad is not None
@@ -57,7 +57,7 @@ def test_policy_loss_by_hand(
 def test_an_absurd_ratio_is_finite_and_still() -> None:
     """log ratio 500 is held at 20: ρ = e^20, no overflow, no gradient."""
     log_probs = row(500.0, -500.0).requires_grad_()
-    terms = policy_loss(log_probs, row(0, 0), row(-1, -1), row(1, 1).bool(), LOW, HIGH, 1e12)
+    terms = policy_loss(log_probs, row(0, 0), row(-1, -1), row(1, 1).bool(), ClipRange(LOW, HIGH, 1e12))
     terms.per_token.sum().backward()
     assert terms.ratio.tolist() == [pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)]
     assert terms.per_token.tolist() == [pytest.approx([math.exp(20), 0.8], rel=1e-5)]
@@ -67,7 +67,9 @@ def test_an_absurd_ratio_is_finite_and_still() -> None:
 
 def test_on_policy_is_exactly_on_policy() -> None:
     log_probs = -torch.rand(3, 50)
-    terms = policy_loss(log_probs, log_probs.clone(), torch.randn(3, 50), torch.ones(3, 50).bool(), LOW, HIGH, C)
+    terms = policy_loss(
+        log_probs, log_probs.clone(), torch.randn(3, 50), torch.ones(3, 50).bool(), ClipRange(LOW, HIGH, C)
+    )
     assert (terms.ratio == 1).all()
     assert (terms.kl == 0).all()
     assert not terms.clipped.any()
@@ -115,7 +117,7 @@ def test_policy_gradient_against_float64_differences() -> None:
     step = 1e-6
     numeric = (formula(log_probs.double() + step) - formula(log_probs.double() - step)) / (2 * step)
     x = log_probs.clone().requires_grad_()
-    terms = policy_loss(x, old, advantages, mask, LOW, HIGH, 2.0)
+    terms = policy_loss(x, old, advantages, mask, ClipRange(LOW, HIGH, 2.0))
     terms.per_token.sum().backward()
     torch.testing.assert_close(terms.per_token.double(), formula(log_probs.double()) * mask, atol=1e-5, rtol=1e-5)
     assert x.grad is not None
@@ -129,7 +131,7 @@ def test_masked_places_never_leak(poison: float) -> None:
     """Whatever stands in a masked place, loss and gradient are those without it, and 0 there."""
     mask = row(1, 0, 1).bool()
     x, v = row(-1, poison, -2).requires_grad_(), row(1, poison, 2).requires_grad_()
-    policy = policy_loss(x, row(-1.1, poison, -2), row(1, poison, -1), mask, LOW, HIGH, C)
+    policy = policy_loss(x, row(-1.1, poison, -2), row(1, poison, -1), mask, ClipRange(LOW, HIGH, C))
     value = value_loss(v, row(1, poison, 1), row(0, poison, 0), mask, 0.5)
     denominators = Denominators.of(mask)
     (aggregate(policy.per_token, mask, "token-mean", denominators)).backward()
