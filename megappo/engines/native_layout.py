@@ -18,7 +18,15 @@ from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.piece_model import build_piece_model
 from megappo.engines.native.ranks import DecodingRanks
 from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    Progress,
+    Replicas,
+    SamplingParams,
+    SyncReport,
+    WorstTensor,
+)
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.groups import own_group
 from megappo.parallel.mesh import Mesh
@@ -73,6 +81,11 @@ class NativeLayoutEngine:
         report = self._transfer.run()
         self._has_turn = True
         return report
+
+    def worst_tensor(self) -> WorstTensor | None:
+        """The parameter whose pieces are farthest from the training shards; None where all are equal. Every rank of the
+        world calls it, between `sync_weights` and `release`."""
+        return self._transfer.worst_tensor()
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None

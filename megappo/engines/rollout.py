@@ -86,6 +86,18 @@ class SyncReport:
     held: HeldBytes = HeldBytes()
 
 
+@dataclass(frozen=True, order=True)
+class WorstTensor:
+    """A parameter of an engine that is not what training has: its largest |difference|, infinite where it should be the
+    same memory and is not, and its name."""
+
+    difference: float
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (off by {self.difference:.3g} at most)"
+
+
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests) as generation goes on."""
 

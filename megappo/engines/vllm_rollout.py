@@ -19,7 +19,15 @@ from megappo.config.rollout import RolloutConfig
 from megappo.engines.hybrid.execute import Moved
 from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
 from megappo.engines.requests import check_requests
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    Progress,
+    Replicas,
+    SamplingParams,
+    SyncReport,
+    WorstTensor,
+)
 from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.environment import process_state_kept
 from megappo.engines.vllm.generation import check_sampling, generate
@@ -138,9 +146,9 @@ class VLLMRolloutEngine:
         synchronize()
         return moved, time.perf_counter() - start
 
-    def worst_tensor(self) -> str | None:
-        """vLLM's parameter that is farthest from the training shards, and by how much; None where all are equal, and
-        where vLLM has packed them. Every rank of the world calls it, between `sync_weights` and `release`."""
+    def worst_tensor(self) -> WorstTensor | None:
+        """vLLM's parameter that is farthest from the training shards; None where all are equal, or vLLM has packed them.
+        Every rank of the world calls it, between `sync_weights` and `release`."""
         return self._transfer.worst_tensor()
 
     def generate(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, runtime_checkable
 
+from megappo.engines.rollout import WorstTensor
 from megappo.errors import WeightSwitchError
 from megappo.experience.sample import Prompt
 from megappo.parallel.collectives import gather_objects
@@ -25,9 +26,9 @@ _log = logging.getLogger(__name__)
 class ComparesTensors(Protocol):
     """A rollout engine that can say which of its tensors is wrong."""
 
-    def worst_tensor(self) -> str | None:
-        """The name, and by how much, of the engine's tensor that is farthest from the training shard's bytes on this
-        rank; None where all are equal. Every rank of the world calls it together."""
+    def worst_tensor(self) -> WorstTensor | None:
+        """The engine's tensor that is farthest from the training shard's bytes on this rank; None where all are equal.
+        Every rank of the world calls it together."""
         ...
 
 
@@ -103,8 +104,9 @@ class WeightSwitch:
         token = worst_of_all(found.worst, self._mesh)
         engine, tensor = self._rollout.engine, None
         if isinstance(engine, ComparesTensors):
-            tensors = gather_objects(engine.worst_tensor(), self._mesh.world_group)
-            tensor = next((f"{name}, on rank {rank}" for rank, name in enumerate(tensors) if name is not None), None)
+            found_on = enumerate(gather_objects(engine.worst_tensor(), self._mesh.world_group))
+            worst = max(((each, rank) for rank, each in found_on if each is not None), default=None)
+            tensor = None if worst is None else f"{worst[0]}, on rank {worst[1]}"
         named = f"wrong tensor: {tensor}" if tensor is not None else "the engine names no tensor"
         raise WeightSwitchError(
             f"step {step}: {self._complaint(found)}, though they were sent twice; {named}; worst token: {token}"

@@ -33,7 +33,7 @@ def case(model: str, layout: str, generation: int, **more: Any) -> dict[str, Any
 TABLE = {
     2: [case("dense", "1-2-1", 1), case("experts", "1-1-2", 2, ep=2), case("experts", "1-1-2", 1, ep=2)],
     4: [
-        case("dense", "1-4-1", 2), case("dense", "1-4-1", 1), case("dense", "2-2-1", 2), case("dense", "2-2-1", 1),
+        case("dense", "1-4-1", 2), case("dense", "1-4-1", 1, spoil=True), case("dense", "2-2-1", 2), case("dense", "2-2-1", 1),
         case("dense", "1-2-2", 2),
     ],
     8: [case("dense", "2-2-2", 4), case("dense", "2-2-2", 2), case("dense", "2-2-2", 1)],
@@ -87,6 +87,14 @@ def test_a_broken_entry_of_the_map_is_seen(results: list[dict[str, Any]]) -> Non
     (result,) = of(results, broken=True)
     for rank in result["ranks"]:
         assert rank["wrong"] == ["decoder.layers.1.mlp.linear_fc1.weight"]
+
+
+def test_a_spoiled_piece_is_named_and_the_next_switch_repairs_it(results: list[dict[str, Any]]) -> None:
+    (result,) = [result for result in results if result["case"].get("spoil")]
+    name = "decoder.layers.1.self_attention.linear_proj.weight (off by 0.5 at most)"
+    assert [rank["named"] for rank in result["ranks"]] == [
+        [None, name if rank == 1 else None, None] for rank in range(4)
+    ]
 
 
 def test_measured_bytes_are_the_formulas(results: list[dict[str, Any]]) -> None:

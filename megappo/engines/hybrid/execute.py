@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.engines.rollout import WorstTensor
 from megappo.models.weight_map import WeightClass
 
 DIRECT_BYTES = 1 << 20
@@ -183,6 +184,10 @@ class Switch:
                 with torch.cuda.graph(self._graph):
                     torch._foreach_copy_(targets, sources)
         return self._copied_bytes
+
+    def worst_tensor(self) -> WorstTensor | None:
+        """The parameter that differs most on this rank; every rank calls it, after a run."""
+        return max((WorstTensor(value, name) for name, value in self.differences().items()), default=None)
 
     @torch.no_grad()
     def differences(self) -> dict[str, float]:

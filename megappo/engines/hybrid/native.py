@@ -19,7 +19,7 @@ from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target
 from megappo.engines.hybrid.weights import GenerationWeights
-from megappo.engines.rollout import HeldBytes, SyncReport
+from megappo.engines.rollout import HeldBytes, SyncReport, WorstTensor
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
 
@@ -115,6 +115,8 @@ class HybridTransfer:
         self._weight_map = weight_map
         self.moved = Moved()
         """Of the last run."""
+        self._switch: Switch | None = None
+        self._held_bytes = 0
         self._planner = Planner(
             kinds,
             grid.training,
@@ -138,29 +140,37 @@ class HybridTransfer:
     def run(self) -> SyncReport:
         """Fills the weights anew. Raises SwitchError."""
         start = time.perf_counter()
-        asleep = self._weights.nbytes
+        asleep, self._held_bytes = self._held_bytes, 0
         self._weights.clear()
-        self.moved, received = self._moved()
-        moved = self.moved
+        moved = self.moved = self._moved()
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
         return SyncReport(
             bytes_aliased=moved.aliased,
             bytes_copied=moved.copied,
             bytes_sent=moved.sent,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
-            held=HeldBytes(asleep=asleep, with_weights=received, awake=received),
+            transfer_seconds=seconds,
+            held=HeldBytes(asleep=asleep, with_weights=self._held_bytes, awake=self._held_bytes),
         )
 
-    def _moved(self) -> tuple[Moved, int]:
+    def _moved(self) -> Moved:
         destination = PieceDestination(self._dtype, self._mesh.device)
-        switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
-        moved = switch.run()
+        self._switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
+        moved = self._switch.run()
         destination.fill(self._weights, self._targets.of(self._mesh.rank))
-        return moved, destination.received_bytes
+        self._held_bytes = destination.received_bytes
+        return moved
+
+    def worst_tensor(self) -> WorstTensor | None:
+        """As `Switch.worst_tensor`; between `run` and `release`."""
+        assert self._switch is not None, "there are no weights to compare"
+        return self._switch.worst_tensor()
 
     def release(self) -> None:
         """Lets go of everything that was received."""
         self._weights.clear()
+        self._switch, self._held_bytes = None, 0

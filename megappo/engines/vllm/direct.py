@@ -8,6 +8,7 @@ import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.plan import Planner, even_stages
 from megappo.engines.hybrid.sources import TrainingShards
+from megappo.engines.rollout import WorstTensor
 from megappo.engines.vllm.destination import VLLMDestination
 from megappo.engines.vllm.patches import replaced
 from megappo.engines.vllm.targets import VLLMTargets
@@ -90,13 +92,9 @@ class DirectTransfer:
         with plain_parameters(), without_memory():
             yield
 
-    def worst_tensor(self) -> str | None:
+    def worst_tensor(self) -> WorstTensor | None:
         assert self._switch is not None, "nothing was transferred yet"
-        found = self._switch.differences()
-        if not found:
-            return None
-        name = max(found, key=lambda each: found[each])
-        return f"{name} (off by {found[name]:.3g} at most)"
+        return self._switch.worst_tensor()
 
     def _made(self, vllm_model: nn.Module) -> Switch:
         destination = VLLMDestination(vllm_model, self._mesh.device)
@@ -115,9 +113,8 @@ def plain_parameters() -> Iterator[None]:
             # The modules keep what they were given here, also when the names are restored.
             stack.enter_context(replaced(utils, "dispatch_cpu_unquantized_gemm", lambda _: _keep_plain))
             stack.enter_context(
-                replaced(CPUUnquantizedExperts, "process_weights_after_loading", lambda _: lambda *_: None)
+                replaced(CPUUnquantizedExperts, "process_weights_after_loading", lambda _: _keep_plain_experts)
             )
-            CPUUnquantizedExperts.apply = _apply_experts  # called in every forward: it stays
         yield
 
 
@@ -156,6 +153,10 @@ def without_memory() -> Iterator[None]:
 def _keep_plain(layer: nn.Module, remove_weight: bool) -> None:
     if layer.weight.ndim == 2:  # type: ignore[operator]
         layer.cpu_linear = F.linear  # type: ignore[assignment]  # called with the weight of the moment
+
+
+def _keep_plain_experts(experts: Any, *_: Any) -> None:
+    experts.apply = partial(_apply_experts, experts)
 
 
 def _apply_experts(

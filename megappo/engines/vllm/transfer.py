@@ -13,6 +13,7 @@ from torch import nn
 
 from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.stream import hf_tensors
+from megappo.engines.rollout import WorstTensor
 from megappo.errors import ConfigError
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
@@ -38,7 +39,7 @@ class WeightTransfer(Protocol):
         """Surrounds the start of an engine."""
         ...
 
-    def worst_tensor(self) -> str | None:
+    def worst_tensor(self) -> WorstTensor | None:
         """The engine's parameter that is farthest from the training shards; None where none is, or none can be read."""
         ...
 
@@ -70,7 +71,7 @@ class LoadTransfer:
     def starting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def worst_tensor(self) -> str | None:
+    def worst_tensor(self) -> WorstTensor | None:
         """Never: vLLM may have packed or quantised what it was given."""
         return None
 

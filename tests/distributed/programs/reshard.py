@@ -67,10 +67,12 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     updated = WholeTensors(folder)
     updated.tensors = {name: tensor + 0.25 for name, tensor in updated.tensors.items()}
     late, _ = compare(weights, updated, spec.shape, grid.tp, grid.tp_rank(mesh.rank), padding=0.25)
+    named = name_spoiled(transfer, weights, mesh) if case.get("spoil") else None
     planned, counted = account_of(transfer.planner, mesh.rank), transfer.measured()
     measured = {
         "is_planned": planned == counted,
         "wrong": wrong,
+        "named": named,
         "late": late,
         "elements": elements,
         "received": report.bytes_received,
@@ -107,6 +109,17 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         },
         "released": weights.nbytes,
     }
+
+
+def name_spoiled(transfer: HybridTransfer, weights: GenerationWeights, mesh: Mesh) -> list[str | None]:
+    """What the transfer names as wrong before and after a received piece is changed on rank 1."""
+    before, found = transfer.worst_tensor(), weights.parameters["decoder.layers.1.self_attention.linear_proj.weight"]
+    if mesh.rank == 1:
+        found[0].data[2, 1] += 0.5  # the columns of rank 0
+    after = transfer.worst_tensor()
+    transfer.run()
+    repaired = transfer.worst_tensor()
+    return [None if each is None else str(each) for each in (before, after, repaired)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
+from megappo.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+    WorstTensor,
+)
 from megappo.errors import WeightSwitchError
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.build import build_ppo
@@ -87,8 +95,8 @@ class Wrong(Watched):
         finally:
             self.parameter.data.copy_(kept)
 
-    def worst_tensor(self) -> str | None:
-        return f"{TENSOR} (made wrong)" if self.is_wrong else None
+    def worst_tensor(self) -> WorstTensor | None:
+        return WorstTensor(0.25, TENSOR) if self.is_wrong else None
 
 
 def whole_run(trainer: PPOTrainer) -> list[str]:
