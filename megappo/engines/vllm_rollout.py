@@ -147,7 +147,7 @@ class VLLMRolloutEngine:
         return moved, time.perf_counter() - start
 
     def worst_tensor(self) -> WorstTensor | None:
-        """vLLM's parameter that is farthest from the training shards; None where all are equal, or vLLM has packed them.
+        """vLLM's parameter that is farthest from the training shards; None where all are equal or vLLM packs them.
         Every rank of the world calls it, between `sync_weights` and `release`."""
         return self._transfer.worst_tensor()
 

@@ -33,7 +33,8 @@ def case(model: str, layout: str, generation: int, **more: Any) -> dict[str, Any
 TABLE = {
     2: [case("dense", "1-2-1", 1), case("experts", "1-1-2", 2, ep=2), case("experts", "1-1-2", 1, ep=2)],
     4: [
-        case("dense", "1-4-1", 2), case("dense", "1-4-1", 1, spoil=True), case("dense", "2-2-1", 2), case("dense", "2-2-1", 1),
+        case("dense", "1-4-1", 2), case("dense", "1-4-1", 1, spoil=True),
+        case("dense", "2-2-1", 2), case("dense", "2-2-1", 1),
         case("dense", "1-2-2", 2),
     ],
     8: [case("dense", "2-2-2", 4), case("dense", "2-2-2", 2), case("dense", "2-2-2", 1)],
