@@ -1,0 +1,52 @@
+"""The simulation tool: what it prints for a layout that can be worked out by hand, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megappo.models.families.published import PUBLISHED
+from tests.support.tools import load_tool
+
+simulate = load_tool("simulate_reshard")
+
+
+def test_a_small_layout_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """2 stages of 2 ranks → 4 replicas of one: everybody gets all of the model and holds a quarter of it.
+
+    H 128, F 256, 8 heads of 32 and 4 KV heads in 4 layers, 1,024 rows of vocabulary, twice; 2 bytes an element.
+    """
+    assert simulate.main(["--shape", "tiny-llama", "--train", "2-2-1", "--generate", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    dense = 4 * (512 * 128 + 128 * 256 + 3 * 128 * 256) * 2
+    vocabulary = 2 * 1024 * 128 * 2
+    norms = (4 * 2 + 1) * 128 * 2
+    rows = {line.split()[0]: [float(figure.replace(",", "")) for figure in line.split()[1:]] for line in lines[2:5]}
+    for name, size in (("dense", dense), ("vocabulary", vocabulary)):
+        whole, aliased, copied, received, by_formula, redundant, _ = rows[name]
+        assert whole == pytest.approx(size / 1e6, abs=0.051)
+        assert (aliased, copied, redundant) == (pytest.approx(size / 4e6, abs=0.051), 0, 0)
+        assert received == by_formula == pytest.approx(size * 0.75 / 1e6, abs=0.051)
+    assert rows["replicated"][3] == pytest.approx(norms / 2e6, abs=0.051)
+    assert "placed once, no training row taken twice; sent = received for every rank" in lines[-1]
+
+
+def test_a_folder_and_vllms_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dict(PUBLISHED["tiny-qwen3-moe"])))
+    arguments = ["--shape", str(tmp_path), "--train", "1-1-2@ep2", "--generate", "2", "--engine", "vllm"]
+    assert simulate.main(arguments) == 0
+    assert "1 vllm replicas of 2; 2 ranks planned and checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "shape", "message"),
+    [
+        ("1-4-1", "3", "tiny-llama", "replicas of 3 ranks can't be laid over tp 4 · pp 1 · dp 1"),
+        ("1-4-1", "2", "none", "--shape: none: no such file; give a config.json, or one of"),
+    ],
+)
+def test_what_can_not_be_is_said(
+    train: str, generate: str, shape: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate.main(["--shape", shape, "--train", train, "--generate", generate]) == 2
+    assert message in capsys.readouterr().err
