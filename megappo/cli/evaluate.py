@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     num_ranks = world_size(loaded, arguments.nproc)
     refuse_unsound(loaded, num_ranks)
     config = loaded.config
-    if not config.data.val_files:
+    if not config.data.has_val_files:
         raise ConfigError(
             "data.val_files: is empty, and there is nothing to evaluate on; for example [data/test.jsonl]"
         )

@@ -15,6 +15,8 @@ MANIFEST = "manifest.json"
 """Written last: size and checksum of every other file."""
 STATE = "trainer.json"
 LATEST = "latest"
+BEST = "best"
+"""The checkpoint with the best evaluation (`trainer.best_metric`)."""
 
 
 def checkpoint_folder(config: ExperimentConfig) -> Path:

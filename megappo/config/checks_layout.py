@@ -15,7 +15,10 @@ HUB = "hub:"
 def file_problems(config: ExperimentConfig) -> list[Problem]:
     """Data files, tokenizer folder and checkpoint that are not there; model folders are looked at by the layout."""
     problems = []
-    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+    lists = [("train_files", config.data.train_files), ("val_files", config.data.val_files)]
+    for number, one in enumerate(config.data.sets):
+        lists += [(f"sets.{number}.files", one.files), (f"sets.{number}.val_files", one.val_files)]
+    for key, files in lists:
         for index, file in enumerate(files):
             # FOLDER@SPLIT names a part of a saved data set.
             if (

@@ -7,11 +7,39 @@ from pydantic import Field
 from megappo.config.base import Section
 
 
+class PromptSetConfig(Section):
+    """One of several prompt sets that are mixed. What it leaves null is as in section `data`."""
+
+    name: str = Field(min_length=1, examples=["sums"])
+    """Name in the metrics: `reward/sets/<name>`, `eval/<name>/…`."""
+    files: tuple[str, ...] = Field(min_length=1, examples=["[data/sums.jsonl]"])
+    """As `data.train_files`."""
+    val_files: tuple[str, ...] = ()
+    """Held-out prompts: one data set of the evaluation together, scored by the set's reward."""
+    weight: float = Field(1.0, gt=0)
+    """Share of the prompts, in proportion to the other sets' weights."""
+    reward: tuple[str, ...] = ()
+    """Names of the reward parts that score this set's responses; all of them where empty."""
+    prompt_key: str | None = None
+    """Column of the prompt."""
+    answer_key: str | None = None
+    """Column of the ground truth."""
+    prompt_template: str | None = None
+    """Wraps a string prompt before the chat template."""
+    system_prompt: str | None = None
+    """First message of the chat."""
+    apply_chat_template: bool | None = None
+    """Render prompts with the tokenizer's chat template."""
+
+
 class DataConfig(Section):
     """Where prompts come from and how they become token ids."""
 
-    train_files: tuple[str, ...] = Field(min_length=1, examples=["[data/train.jsonl]"])
-    """JSONL or Parquet files, data set folders saved by `datasets`, or `hub:NAME[:CONFIG][@SPLIT]`."""
+    train_files: tuple[str, ...] = Field((), examples=["[data/train.jsonl]"])
+    """JSONL or Parquet files, data set folders saved by `datasets`, or `hub:NAME[:CONFIG][@SPLIT]`; empty where `sets`
+    has them."""
+    sets: tuple[PromptSetConfig, ...] = ()
+    """Several prompt sets, mixed in proportion to their weights, each with its own template, reward and evaluation."""
     val_files: tuple[str, ...] = ()
     """Held-out prompts, each file a data set of the evaluation named by its stem."""
     prompt_key: str = "prompt"
@@ -46,3 +74,11 @@ class DataConfig(Section):
     """Use only the first prompts of each training file."""
     max_val_samples: int | None = Field(None, ge=1)
     """Use only the first prompts of each held-out file."""
+    prefetch: bool = False
+    """Keep prompts as text, and make the token ids of a step's prompts while the step before computes: a tenth of the
+    memory, for large data sets."""
+
+    @property
+    def has_val_files(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.val_files) or any(one.val_files for one in self.sets)

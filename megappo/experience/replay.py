@@ -21,7 +21,7 @@ from megappo.experience.batch import ExperienceBatch
 Filtration = Literal["uniform", "power", "max_min", "max_random"]
 
 IN_MEMORY = ":memory:"
-RECOMPUTED = ("values", "token_rewards", "advantages", "returns")
+RECOMPUTED = ("values", "token_rewards", "advantages", "returns", "loss_weights")
 """Fields that depend on the critic and the KL coefficient of the step that trains: not kept."""
 BEST_OF_GROUP, OTHER_OF_GROUP = 0.4, 0.1
 """Weights of filtration `max_random`."""
@@ -148,9 +148,7 @@ def multinomial(weights: numpy.ndarray, count: int, seed: int, step: int) -> lis
 
 def replaced_places(positions: Sequence[int], fraction: float) -> list[int]:
     """Numbers of those positions whose sequences a draw replaces: spread evenly over the step, whatever the layout."""
-    return [
-        number for number, place in enumerate(positions) if int((place + 1) * fraction) > int(place * fraction)
-    ]
+    return [number for number, place in enumerate(positions) if int((place + 1) * fraction) > int(place * fraction)]
 
 
 def stored(batch: ExperienceBatch, step: int, group_of: Callable[[int], int]) -> list[tuple[int, StoredSequence]]:

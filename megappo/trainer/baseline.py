@@ -12,6 +12,7 @@ from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.reward import RewardWorker
+from megappo.workers.reward_sets import SetRewards
 from megappo.workers.rollout import RolloutWorker
 
 # Keeps these responses apart from those of training steps; greedy ones draw no noise, but every request has a key.
@@ -24,7 +25,7 @@ class GreedyBaseline:
     sample. Every method is a collective call over the world."""
 
     rollout: RolloutWorker
-    reward: RewardWorker
+    reward: RewardWorker | SetRewards
     mesh: Mesh
     num_samples: int
 

@@ -5,17 +5,15 @@ What learns from a fixed data set is wired in `build_offline.py`; which of all i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from torch import nn
 
-from megappo.algorithms.kl import KLController
+from megappo.algorithms.kl import EXACT, KLController
 from megappo.config.experiment import ExperimentConfig
+from megappo.data.feed import Order, PromptFeed
 from megappo.data.iterate import PromptOrder
-from megappo.data.prompts import load_prompts
-from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
@@ -23,21 +21,25 @@ from megappo.models.build import ModelSpec
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import plan_batches
 from megappo.trainer.advantages import AdvantagePhase
+from megappo.trainer.baseline import GreedyBaseline, NoBaseline
+from megappo.trainer.build_experience import prompt_feed, replay, reward_worker, with_dynamic_sampling
 from megappo.trainer.checkpoint import SavedRole
+from megappo.trainer.collect import Collector
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
 from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
 from megappo.trainer.loop import Evaluates, Loop, LoopParts
 from megappo.trainer.ppo import PPOTrainer
+from megappo.trainer.prompt_sets import load_evaluation_sets
+from megappo.trainer.replay import Replay
 from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.weight_switch import WeightSwitch
-from megappo.workers.actor import ActorWorker
-from megappo.workers.critic import CriticWorker
+from megappo.workers.actor import ActorWorker, KLTerm, estimated_kl, exact_kl
+from megappo.workers.critic import CriticWorker, NoCritic
 from megappo.workers.policy import LogProbs
 from megappo.workers.reference import NoReference, ReferenceWorker
 from megappo.workers.reward import RewardWorker
+from megappo.workers.reward_sets import SetRewards
 from megappo.workers.rollout import RolloutWorker
-
-T = TypeVar("T")
 
 
 def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
@@ -45,42 +47,55 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     assert config.reward is not None, "checked by require_sound"
     plan = plan_batches(config, mesh.dp)
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
-    prompts = load_prompts(config.data, tokenizer, config.data.train_files, config.data.max_samples)
-    data = TrainingData.of(config, tokenizer, len(prompts))
-    reward = RewardWorker(config.reward, mesh)
+    prompts, feed = prompt_feed(config, tokenizer)
+    total_steps, evaluation_sets = number_of_steps(config, feed), load_evaluation_sets(config, tokenizer)
+    reward = reward_worker(config, mesh)
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
-    actor = roles.actor(data.total_steps * plan.actor.optimizer_steps)
-    critic = roles.critic(data.total_steps * plan.critic.optimizer_steps)
+    actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
+    critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
     rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model)
     scale_length = config.actor.loss_scale_length or config.data.max_response_length
-    actor_worker = ActorWorker(actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length)
+    reference = reference_worker(config, mesh, spec, roles, actor)
+    actor_worker = ActorWorker(
+        actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length,
+        kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
+    )  # fmt: skip
     controller = KLController(
         **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type
     )
+    switch = WeightSwitch(
+        rollout, actor_worker, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
+    )
+    baseline = greedy_baseline(config, rollout, reward, mesh)
+    collector = Collector(feed, plan, mesh, switch, rollout, reward, baseline)
+    values = critic_worker(config, critic, scale_length)
+    advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
+    replayed = replay(config, mesh, values, advantages)
     return PPOTrainer(
         mesh=mesh,
         plan=plan,
-        prompts=prompts,
-        order=data.order,
-        switch=WeightSwitch(
-            rollout, actor_worker, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
-        ),
-        rollout=rollout,
-        reward=reward,
+        collector=with_dynamic_sampling(config, collector),
         actor=actor_worker,
-        critic=critic_worker(config, critic, scale_length),
-        reference=reference_worker(config, mesh, spec, roles),
-        advantages=AdvantagePhase(config.algorithm, controller, mesh),
-        loop=data.loop(
+        critic=values,
+        reference=reference,
+        advantages=advantages,
+        replay=replayed,
+        loop=Loop(
             config,
             mesh,
-            spec,
-            saved_roles(actor=actor, critic=critic),
-            evaluator(config, mesh, data.evaluation_sets, rollout, reward),
-            controller,
+            LoopParts(
+                total_steps=total_steps,
+                spec=spec,
+                tokenizer=tokenizer,
+                roles=saved_roles(actor=actor, critic=critic),
+                order=feed,
+                controller=controller,
+                evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
+                files={"replay.sqlite": replayed} if isinstance(replayed, Replay) else {},
+            ),
         ),
         seed=config.trainer.seed,
         max_response_length=config.data.max_response_length,
@@ -128,7 +143,7 @@ class TrainingData:
         return Loop(config, mesh, parts)
 
 
-def number_of_steps(config: ExperimentConfig, order: PromptOrder) -> int:
+def number_of_steps(config: ExperimentConfig, order: Order | PromptFeed) -> int:
     """`total_steps`, or the whole steps of `total_epochs` passes."""
     if config.trainer.total_steps is not None:
         return config.trainer.total_steps
@@ -146,7 +161,9 @@ def log_probs(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, temperature
     )
 
 
-def critic_worker(config: ExperimentConfig, critic: TrainedRole, scale_length: int) -> CriticWorker:
+def critic_worker(config: ExperimentConfig, critic: TrainedRole | None, scale_length: int) -> CriticWorker | NoCritic:
+    if critic is None:
+        return NoCritic()
     micro = config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
     return CriticWorker(
         critic.engine,
@@ -158,31 +175,33 @@ def critic_worker(config: ExperimentConfig, critic: TrainedRole, scale_length: i
 
 
 def reference_worker(
-    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, roles: RoleBuilder
+    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, roles: RoleBuilder, actor: TrainedRole
 ) -> ReferenceWorker | NoReference:
     if not config.needs_reference:
         return NoReference()
     size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
-    return ReferenceWorker(roles.reference(), log_probs(config, mesh, spec), size)
+    fills_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == EXACT
+    policy = actor.engine if fills_kl else None
+    return ReferenceWorker(roles.reference(), log_probs(config, mesh, spec), size, policy)
 
 
-def load_evaluation_sets(config: ExperimentConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
-    """The held-out prompts of each file, by the file's name. ConfigError where two files have one name."""
-    return held_out(config, lambda file: load_prompts(config.data, tokenizer, [file], config.data.max_val_samples))
+def kl_term(config: ExperimentConfig, reference: ReferenceWorker | NoReference) -> KLTerm | None:
+    """The KL of the actor's loss: from the log-probs in the batch, or from the reference's logits."""
+    if not config.actor.use_kl_loss:
+        return None
+    if config.actor.kl_loss_type != EXACT:
+        return estimated_kl(config.actor.kl_loss_type)
+    assert isinstance(reference, ReferenceWorker), "a KL in the loss needs a reference"
+    return exact_kl(reference)
 
 
-def held_out(config: ExperimentConfig, load: Callable[[str], list[T]]) -> dict[str, list[T]]:
-    """What `load` reads from each held-out file, by the file's name. ConfigError where two files have one name."""
-    sets: dict[str, list[T]] = {}
-    for file in config.data.val_files:
-        name = source_name(file)
-        if name in sets:
-            raise ConfigError(
-                f"data.val_files: {file} would be the second data set named {name!r} in the metrics eval/{name}/…; "
-                "give one of the two another file name"
-            )
-        sets[name] = load(file)
-    return sets
+def greedy_baseline(
+    config: ExperimentConfig, rollout: RolloutWorker, reward: RewardWorker | SetRewards, mesh: Mesh
+) -> GreedyBaseline | NoBaseline:
+    """What the responses of a prompt are compared with, for the estimator that does so."""
+    if config.algorithm.adv_estimator != "remax":
+        return NoBaseline()
+    return GreedyBaseline(rollout, reward, mesh, config.rollout.n)
 
 
 def refuse_foreign_tokens(sequences: Iterable[Sequence[int]], config: ExperimentConfig, spec: ModelSpec) -> None:
@@ -200,7 +219,7 @@ def evaluator(
     mesh: Mesh,
     sets: Mapping[str, Sequence[Prompt]],
     rollout: RolloutWorker,
-    reward: RewardWorker,
+    reward: RewardWorker | SetRewards,
 ) -> Evaluator:
     sampling = evaluation_sampling(config.trainer.evaluation, training_sampling(config))
     return Evaluator(mesh, sets, rollout, reward, config.trainer.evaluation, sampling)
@@ -212,9 +231,9 @@ def build_evaluator(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, model
         raise ConfigError("reward: is missing, and responses can't be scored; add reward.parts")
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     rollout = rollout_worker(config, mesh, spec, tokenizer, model)
-    return evaluator(config, mesh, load_evaluation_sets(config, tokenizer), rollout, RewardWorker(config.reward, mesh))
+    return evaluator(config, mesh, load_evaluation_sets(config, tokenizer), rollout, reward_worker(config, mesh))
 
 
-def saved_roles(**roles: TrainedRole) -> dict[str, SavedRole]:
-    """What a checkpoint holds of each trained role."""
-    return {name: SavedRole(role.model, role.engine.optimizer) for name, role in roles.items()}
+def saved_roles(**roles: TrainedRole | None) -> dict[str, SavedRole]:
+    """What a checkpoint holds of each trained role; None is one that the run has not got."""
+    return {name: SavedRole(role.model, role.engine.optimizer) for name, role in roles.items() if role is not None}

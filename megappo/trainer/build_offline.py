@@ -19,7 +19,6 @@ from megappo.planner.batch import plan_supervised
 from megappo.trainer.build import (
     TrainingData,
     evaluator,
-    held_out,
     log_probs,
     refuse_foreign_tokens,
     saved_roles,
@@ -29,6 +28,7 @@ from megappo.trainer.evaluate import Evaluator
 from megappo.trainer.generation import rollout_worker
 from megappo.trainer.offline import OfflineTrainer
 from megappo.trainer.pair_evaluation import PairEvaluator
+from megappo.trainer.prompt_sets import held_out
 from megappo.trainer.reward_model import EncodedPair, RewardModelMeasure, RewardModelTask, encode_pairs
 from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.sft import SupervisedTask

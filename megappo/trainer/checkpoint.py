@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -23,6 +23,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.checkpoint_folder import (
+    BEST,
     LATEST,
     MANIFEST,
     STATE,
@@ -62,6 +63,15 @@ class LoopState:
     data: dict[str, Any]
     kl_controller: dict[str, Any] | None
     seed: int
+    best: dict[str, Any] | None = None
+
+
+class SavedFile(Protocol):
+    """A part of the loop that has a file of its own in a checkpoint, the same on every rank."""
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
 
 
 class CheckpointStore:
@@ -74,17 +84,27 @@ class CheckpointStore:
         self._tokenizer_folder = tokenizer_folder
         self._keep = keep
 
-    def save(self, roles: Mapping[str, SavedRole], state: LoopState) -> Path:
+    def save(
+        self, roles: Mapping[str, SavedRole], state: LoopState, files: Mapping[str, SavedFile] | None = None
+    ) -> Path:
         """Writes `step-NNNNNN` and points `latest` to it; returns its path."""
         target = self._folder / f"step-{state.step:06d}"
-        write_checkpoint(target, roles, state, self._mesh, self._spec, self._tokenizer_folder)
+        write_checkpoint(target, roles, state, self._mesh, self._spec, self._tokenizer_folder, files)
         if self._mesh.is_writer:
             point_to(self._folder / LATEST, target)
             self._remove_old()
         dist.barrier()
         return target
 
-    def load(self, path: Path, roles: Mapping[str, SavedRole]) -> LoopState:
+    def mark_best(self, step: int) -> None:
+        """Points `best` to the checkpoint of `step`, which is then kept whatever its age."""
+        if self._mesh.is_writer:
+            point_to(self._folder / BEST, self._folder / f"step-{step:06d}")
+        dist.barrier()
+
+    def load(
+        self, path: Path, roles: Mapping[str, SavedRole], files: Mapping[str, SavedFile] | None = None
+    ) -> LoopState:
         """Loads weights, optimizers and random state from `path`; returns the loop's state.
 
         Raises DataError for a folder that is no complete checkpoint, is damaged, or is of another model.
@@ -103,12 +123,17 @@ class CheckpointStore:
         rng = path / "rng" / f"rank-{self._mesh.rank:05d}.pt"
         if rng.exists():  # absent where the layout has more ranks now; sampling noise does not depend on it
             _restore_rng(torch.load(rng, weights_only=False))
+        for name, part in (files or {}).items():
+            if (path / name).exists():  # absent where the run that saved had no such part
+                part.load(path / name)
         return LoopState(**saved)
 
     def _remove_old(self) -> None:
         if self._keep is not None:
+            best = (self._folder / BEST).resolve()
             for old in complete_checkpoints(self._folder)[: -self._keep]:
-                shutil.rmtree(old)
+                if old.resolve() != best:
+                    shutil.rmtree(old)
 
 
 def check_files(path: Path, mesh: Mesh) -> None:
@@ -129,6 +154,7 @@ def write_checkpoint(
     mesh: Mesh,
     spec: ModelSpec,
     tokenizer_folder: Path,
+    files: Mapping[str, SavedFile] | None = None,
 ) -> None:
     """Writes one complete checkpoint folder, replacing one of that name. A collective call."""
     partial = target.with_name(target.name + ".partial")
@@ -147,6 +173,8 @@ def write_checkpoint(
     if mesh.is_writer:
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
         content = asdict(state) | {"dtype": dtype, "model": signature(read_model_facts(str(spec.folder)))}
+        for name, part in (files or {}).items():
+            part.save(partial / name)
         (partial / STATE).write_text(json.dumps(content, indent=1))
     dist.barrier()
     sums = checksums(partial, _files(partial), mesh)

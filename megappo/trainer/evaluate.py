@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 import torch
 
@@ -13,6 +14,7 @@ from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.reward import RewardWorker, ScoredSamples
+from megappo.workers.reward_sets import SetRewards
 from megappo.workers.rollout import RolloutWorker
 
 # Keeps the noise of evaluations apart from that of training steps, whose streams have one number.
@@ -26,7 +28,7 @@ class Evaluator:
     mesh: Mesh
     sets: Mapping[str, Sequence[Prompt]]
     rollout: RolloutWorker
-    reward: RewardWorker
+    reward: RewardWorker | SetRewards
     config: EvaluationSampling
     sampling: SamplingParams
 
@@ -35,7 +37,8 @@ class Evaluator:
         `pass_at_k`.
 
         `exact_match` is the share of responses that are right, `pass_at_k` the share of prompts with a right one among
-        their n responses (k = n). Takes the turn to generate and gives it back. A collective call; the same values on
+        their n responses (k = n), `pass_at_<k>` the estimate for the smaller k of `pass_at`. Takes the turn to generate
+        and gives it back. A collective call; the same values on
         every rank.
         """
         self.rollout.sync_weights()
@@ -43,7 +46,8 @@ class Evaluator:
         self.rollout.release()
         metrics: dict[str, float] = {}
         for (name, prompts), samples in zip(self.sets.items(), responses, strict=True):
-            summary = self._summary(samples, self.reward.score(samples), len(prompts))
+            reward = self.reward.of(name) if isinstance(self.reward, SetRewards) else self.reward
+            summary = self._summary(samples, reward.score(samples), len(prompts))
             metrics |= {f"eval/{name}/{key}": value for key, value in summary.items()}
         return metrics
 
@@ -61,16 +65,29 @@ class Evaluator:
     def _summary(self, samples: list[RolloutSample], scored: ScoredSamples, num_prompts: int) -> dict[str, float]:
         n = self.config.n
         right = scored.right
-        solved = sum(any(right[start : start + n]) for start in range(0, len(right), n)) if right is not None else 0
-        local = torch.tensor(
-            [sum(scored.batch.scores), sum(len(sample.response_ids) for sample in samples), sum(right or ()), solved],
-            dtype=torch.float64,
-        )
-        reward, length, correct, passed = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()
+        counts = [] if right is None else [sum(right[start : start + n]) for start in range(0, len(right), n)]
+        local = [
+            sum(scored.batch.scores),
+            sum(len(sample.response_ids) for sample in samples),
+            sum(counts),
+            *(sum(pass_at_k(n, count, k) for count in counts) for k in (n, *self.config.pass_at)),
+        ]
+        sums = sum_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(local, dtype=torch.float64)).tolist()
+        reward, length, correct, passed, *passed_at = sums
         summary = {"reward": reward / (num_prompts * n), "response_length": length / (num_prompts * n)}
         if right is not None:
             summary |= {"exact_match": correct / (num_prompts * n), "pass_at_k": passed / num_prompts}
+            found = zip(self.config.pass_at, passed_at, strict=True)
+            summary |= {f"pass_at_{k}": solved / num_prompts for k, solved in found}
         return summary
+
+
+def pass_at_k(n: int, num_right: int, k: int) -> float:
+    """Chance that k of n responses, drawn without replacement, hold one of the `num_right`: 1 − C(n − c, k) / C(n, k).
+
+    The unbiased estimate of pass@k (arXiv 2107.03374, eq. 1).
+    """
+    return 1.0 - comb(n - num_right, k) / comb(n, k)
 
 
 def evaluation_sampling(config: EvaluationSampling, training: SamplingParams) -> SamplingParams:

@@ -69,6 +69,12 @@ def response_lengths(batch: ExperienceBatch) -> Tensor:
     return sequence_sums(batch, batch.response_mask.double()).long()
 
 
+def prompt_lengths(batch: ExperienceBatch) -> Tensor:
+    """[B] tokens before each sequence's first response token, all of them where it has none."""
+    first = batch.padded(batch.response_mask).int().argmax(dim=1)
+    return torch.where(response_lengths(batch) > 0, first, batch.lengths)
+
+
 def sequence_mean(batch: ExperienceBatch, per_token: Tensor, mesh: Mesh) -> tuple[float, int]:
     """(mean over sequences of the per-sequence mean, number of sequences), over the global batch.
 
@@ -105,7 +111,7 @@ def experience_metrics(
 
 def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
     responses = response_lengths(batch).double()
-    prompts = batch.lengths - responses
+    prompts = prompt_lengths(batch).double()
     out.mean("response_length/mean", responses)
     out.total("response_length/total", float(responses.sum()))
     out.maximum("response_length/max", responses)
@@ -126,7 +132,8 @@ def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch) 
     # What the KL penalty took off: a response of length 0 has neither.
     out.mean("reward/kl_penalty", torch.where(response_lengths(batch) > 0, scores - rewards, 0.0))
     for name, values in scored.parts.items():
-        out.mean(f"reward/parts/{name}", torch.tensor(values, dtype=torch.float64))
+        asked = torch.tensor(values, dtype=torch.float64)
+        out.mean(f"reward/parts/{name}", asked[~asked.isnan()])  # NaN: another prompt set's part
     out.total("reward/failed", float(scored.num_failed))
 
 

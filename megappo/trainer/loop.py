@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from megappo.algorithms.kl import KLController
 from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
 from megappo.config.experiment import ExperimentConfig
-from megappo.data.iterate import PromptOrder
+from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
@@ -31,7 +31,8 @@ from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedRole, point_to
+from megappo.trainer.best import BestEvaluation
+from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedFile, SavedRole, point_to
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
 from megappo.trainer.stop import StopSignal
@@ -63,10 +64,11 @@ class LoopParts:
     spec: ModelSpec
     tokenizer: Tokenizer
     roles: Mapping[str, SavedRole]
-    order: PromptOrder
+    order: Resumable
     controller: KLController | None
     evaluator: Evaluates | None
     exported_role: str = "actor"
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
 
 
 class Step:
@@ -119,6 +121,7 @@ class Loop:
             keep=config.trainer.max_checkpoints,
         )
         self._stop = StopSignal(mesh)
+        self._best = BestEvaluation(config.trainer.best_metric)
         self._last_saved = 0
         self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE
@@ -149,9 +152,11 @@ class Loop:
         if path is None:
             self._reporter.start(resumed_at=None)
             if self._config.trainer.val_before_train:
-                self._reporter.step(0, {}, self._evaluate(0))
+                evaluation = self._evaluate(0)
+                self._best.improves(0, evaluation)  # refuses a name that is none
+                self._reporter.step(0, {}, evaluation)
             return 0
-        state = self._store.load(path, self._parts.roles)
+        state = self._store.load(path, self._parts.roles, self._parts.files)
         if state.seed != self._config.trainer.seed:
             raise ConfigError(
                 f"trainer.seed: {self._config.trainer.seed}, but {path} was trained with {state.seed}; "
@@ -166,6 +171,7 @@ class Loop:
         self._parts.order.load_state_dict(state.data)
         if self._parts.controller is not None and state.kl_controller is not None:
             self._parts.controller.load_state_dict(state.kl_controller)
+        self._best.load_state_dict(state.best)
         self._last_saved = state.step
         self._reporter.start(resumed_at=state.step)
         return state.step
@@ -188,6 +194,10 @@ class Loop:
         evaluation = self._evaluate(number) if is_due else {}
         # Before the checkpoint: a step that a resumed run does not repeat must not be missing from the metrics.
         self._reporter.step(number, step.metrics, evaluation)
+        if self._best.improves(number, evaluation):
+            self._save(number)
+            self._store.mark_best(number)
+            self._reporter.event(number, "best", **{str(trainer.best_metric): evaluation[str(trainer.best_metric)]})
         if trainer.save_freq and number % trainer.save_freq == 0:
             self._save(number)
 
@@ -207,10 +217,11 @@ class Loop:
             data=self._parts.order.state_dict(),
             kl_controller=controller.state_dict() if controller is not None else None,
             seed=self._config.trainer.seed,
+            best=self._best.state_dict(),
         )
         begin = time.perf_counter()
         self._reporter.phase(step, "checkpoint")
-        path = self._store.save(self._parts.roles, state)
+        path = self._store.save(self._parts.roles, state, self._parts.files)
         # Reported with the next step: the line of this one is already on disk.
         self._checkpoint_seconds = time.perf_counter() - begin
         self._reporter.event(step, "checkpoint", path=str(path), seconds=self._checkpoint_seconds)

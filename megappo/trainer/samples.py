@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any
 
 from megappo.experience.sample import RolloutSample
@@ -33,7 +34,7 @@ def _row(samples: Sequence[RolloutSample], scored: ScoredSamples, index: int) ->
         "response": sample.text,
         "answer": sample.prompt.answer,
         "score": scored.batch.scores[index],
-        "parts": {name: values[index] for name, values in scored.batch.parts.items()},
+        "parts": {name: value for name, values in scored.batch.parts.items() if not isnan(value := values[index])},
         "details": scored.batch.details[index],
         "prompt_tokens": len(sample.prompt.token_ids),
         "response_tokens": len(sample.response_ids),

@@ -38,10 +38,17 @@ class RolloutWorker:
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
 
     def generate(
-        self, prompts: Sequence[Prompt], positions: Sequence[int], step: int, progress: Progress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[int],
+        step: int,
+        progress: Progress | None = None,
+        batch: int = 0,
     ) -> list[RolloutSample]:
-        """Samples of the step's sequences at `positions` (prompt · n + sample), in that order."""
-        return self.sample(prompts, positions, self.sampling, self._num_samples, (step,), progress)
+        """Samples of the step's sequences at `positions` (prompt · n + sample), in that order; `batch` numbers the
+        batches of prompts of one step."""
+        stream = (step, batch) if batch else (step,)
+        return self.sample(prompts, positions, self.sampling, self._num_samples, stream, progress)
 
     def sample(
         self,

@@ -1,0 +1,103 @@
+"""Rules about prompt sets, replay, dynamic sampling, turns, and what the best checkpoint is."""
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.problem import Problem, typed
+
+GROUP_FREE = ("gae", "vapo", "reinforce_plus_plus")
+"""Estimators that see each sequence by itself."""
+RULES = ("exact_match", "gsm8k", "math_verify")
+"""Reward parts that say right or wrong."""
+
+
+def set_problems(config: ExperimentConfig) -> list[Problem]:
+    """Prompt sets that can't be mixed or scored."""
+    data, problems = config.data, []
+    if not data.train_files and not data.sets:
+        problems.append(Problem("data.train_files", None, "is missing, and there are no data.sets", "name a file"))
+    if data.train_files and data.sets:
+        reason = "both it and data.sets have prompts"
+        remedy = "make it an entry of data.sets, or drop one of the two"
+        problems.append(Problem("data.train_files", typed(list(data.train_files)), reason, remedy))
+    if data.sets and config.trainer.kind != "ppo":
+        problems.append(
+            Problem("data.sets", None, f"trainer.kind {config.trainer.kind} learns from data.train_files", "use that")
+        )
+    parts = [part.name for part in config.reward.parts] if config.reward else []
+    names: set[str] = set()
+    for index, one in enumerate(data.sets):
+        if one.name in names:
+            path, remedy = f"data.sets.{index}.name", f"for example {one.name}_{index}"
+            problems.append(Problem(path, typed(one.name), "another set has this name", remedy))
+        names.add(one.name)
+        for place, part in enumerate(one.reward):
+            if part not in parts:
+                path, remedy = f"data.sets.{index}.reward.{place}", f"one of {', '.join(parts) or 'reward.parts'}"
+                problems.append(Problem(path, typed(part), "no reward part has this name", remedy))
+    return problems
+
+
+def experience_problems(config: ExperimentConfig) -> list[Problem]:
+    """Replay, dynamic sampling, turns and the best checkpoint."""
+    return [*_replay_problems(config), *_filter_problems(config), *_turn_problems(config), *_best_problems(config)]
+
+
+def _replay_problems(config: ExperimentConfig) -> list[Problem]:
+    estimator = config.algorithm.adv_estimator
+    if not config.replay.size or estimator in GROUP_FREE:
+        return []
+    reason = f"draws are single sequences, and algorithm.adv_estimator {estimator} compares the responses to a prompt"
+    remedy = f"set it to 0, or the estimator to {' or '.join(GROUP_FREE)}"
+    return [Problem("replay.size", typed(config.replay.size), reason, remedy)]
+
+
+def _filter_problems(config: ExperimentConfig) -> list[Problem]:
+    groups, path = config.algorithm.filter_groups, "algorithm.filter_groups"
+    if not groups.enable or config.reward is None:
+        return []
+    problems = []
+    if config.rollout.n == 1:
+        problems.append(
+            Problem(f"{path}.enable", "true", "a group of rollout.n 1 response never differs", "set rollout.n to 2")
+        )
+    if config.algorithm.adv_estimator == "remax":
+        reason = "remax compares with a greedy response, and learns from groups that don't differ too"
+        problems.append(Problem(f"{path}.enable", "true", reason, "set it to false"))
+    names = ["score", *(part.name for part in config.reward.parts)]
+    if any(part.kind in RULES for part in config.reward.parts):
+        names.append("acc")
+    if groups.metric not in names:
+        reason = "is no score of this experiment" if groups.metric != "acc" else "no reward part is a rule"
+        problems.append(Problem(f"{path}.metric", typed(groups.metric), reason, f"one of {', '.join(names)}"))
+    return problems
+
+
+def _turn_problems(config: ExperimentConfig) -> list[Problem]:
+    turns, path = config.rollout.multi_turn, "rollout.multi_turn.environment"
+    example = "for example megappo.environments.calculator:Calculator"
+    if not turns.enable:
+        return []
+    if turns.environment is None:
+        return [Problem(path, None, "is missing, and rollout.multi_turn.enable needs it", example)]
+    module, colon, name = turns.environment.partition(":")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        return [Problem(path, typed(turns.environment), "has to be of the form module:class", example)]
+    return []
+
+
+def _best_problems(config: ExperimentConfig) -> list[Problem]:
+    metric, evaluation = config.trainer.best_metric, config.trainer.evaluation
+    for index, k in enumerate(evaluation.pass_at):
+        if not 1 <= k <= evaluation.n:
+            reason = f"has to be between 1 and trainer.evaluation.n {evaluation.n}"
+            remedy = f"for example {evaluation.n}, or set n to {k}" if k > 0 else "for example 1"
+            return [Problem(f"trainer.evaluation.pass_at.{index}", typed(k), reason, remedy)]
+    if metric is None:
+        return []
+    head, _, rest = metric.partition("/")
+    if head != "eval" or "/" not in rest:
+        reason = "has to be a metric of the evaluation"
+        return [Problem("trainer.best_metric", typed(metric), reason, "for example eval/val/exact_match")]
+    if not config.data.has_val_files:
+        reason = "there is nothing to evaluate: data.val_files is empty"
+        return [Problem("trainer.best_metric", typed(metric), reason, "name files there, or leave it out")]
+    return []

@@ -1,0 +1,44 @@
+"""Which evaluation was the best so far, by `trainer.best_metric`. Saving its checkpoint is the loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megappo.errors import ConfigError
+
+
+class BestEvaluation:
+    """Remembers the highest value of one metric and its step, over resumes too."""
+
+    def __init__(self, metric: str | None) -> None:
+        self._metric = metric
+        self._value: float | None = None
+        self._step = 0
+
+    def improves(self, step: int, evaluation: Mapping[str, float]) -> bool:
+        """Whether this evaluation is better than all before; of equal ones the first stays the best.
+
+        Step 0 has no checkpoint and sets no mark. Raises ConfigError where the evaluation has no such metric.
+        """
+        if self._metric is None or not evaluation:
+            return False
+        if self._metric not in evaluation:
+            raise ConfigError(
+                f"trainer.best_metric: {self._metric!r} is not in the evaluation; there is {', '.join(evaluation)}"
+            )
+        value = evaluation[self._metric]
+        if step == 0 or not (self._value is None or value > self._value):
+            return False
+        self._value, self._step = value, step
+        return True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        if self._metric is None or self._value is None:
+            return None
+        return {"metric": self._metric, "value": self._value, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """A mark of another metric counts no more."""
+        if state is not None and state["metric"] == self._metric:
+            self._value, self._step = state["value"], state["step"]

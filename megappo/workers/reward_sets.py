@@ -1,0 +1,40 @@
+"""Rewards of several prompt sets: each sample is scored by the parts of its own set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megappo.experience.sample import RolloutSample
+from megappo.workers.reward import RewardWorker, ScoredSamples
+from megappo.workers.scored_rows import joined_rows, taken
+
+
+class SetRewards:
+    """A reward worker for each prompt set, by the set's name, which is the `source` of its prompts."""
+
+    def __init__(self, workers: Mapping[str, RewardWorker]) -> None:
+        self._workers = workers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._workers)
+
+    def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
+        """Like a `RewardWorker`; a part that is not the set's is NaN. Every rank asks all sets, in their order."""
+        rows: list[int] = []
+        lots: list[ScoredSamples] = []
+        for name, worker in self._workers.items():
+            own = [row for row, sample in enumerate(samples) if sample.prompt.source == name]
+            lots.append(worker.score([samples[row] for row in own]))
+            rows += own
+        assert len(rows) == len(samples), "every prompt is of a set that has a reward"
+        place = {row: number for number, row in enumerate(rows)}
+        return taken(joined_rows(lots), [place[row] for row in range(len(samples))])
+
+    def of(self, name: str) -> RewardWorker:
+        """The worker of one set."""
+        return self._workers[name]
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
