@@ -1,0 +1,91 @@
+"""Rules about estimators, losses and ratios: each message, and that what is allowed passes."""
+# ruff: noqa: E501  a line of a table is one case, with the whole message
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config.checks import check_experiment
+from megappo.config.load import load_experiment
+from megappo.errors import ConfigError
+from megappo.planner.batch import plan_batches
+from megappo.planner.explain import explain_batches
+from tests.support.experiments import small_experiment, write_experiment
+
+
+def found(folder: Path, *overrides: str) -> list[str]:
+    config = load_experiment(write_experiment(folder), overrides)
+    return [f"{problem.severity.value} {problem.text()}" for problem in check_experiment(config)]
+
+
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.adv_estimator=grpo"], "error rollout.n: 1: algorithm.adv_estimator grpo compares the responses to one prompt, and there is one; at least 2"),
+        (["algorithm.adv_estimator=rloo"], "error rollout.n: 1: algorithm.adv_estimator rloo compares"),
+        (["algorithm.adv_estimator=reinforce_plus_plus_baseline"], "error rollout.n: 1: "),
+        (["rollout.top_p=0.9"], "error rollout.top_p: 0.9: responses would come from a truncated distribution, whose probabilities the trainer does not compute: the ratio would be wrong; 1.0, or algorithm.rollout_correction.bypass_mode true"),
+        (["rollout.top_k=50"], "error rollout.top_k: 50: responses would come from a truncated distribution"),
+        ([BYPASS, "algorithm.rollout_correction.rollout_is=token"], 'error algorithm.rollout_correction.rollout_is: "token": with algorithm.rollout_correction.bypass_mode the old log-probs are the engine\'s own, and every weight would be 1'),
+        (["algorithm.rollout_correction.icepop_low=6"], "error algorithm.rollout_correction.icepop_low: 6.0: is above icepop_high 5; for example 0.5 and 5.0"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"], 'error actor.kl_loss_type: "full": needs both models\' logits of a micro-batch at once, and layout.pp 2'),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "layout.pp=2"], 'error algorithm.kl_penalty: "full": needs both models\' logits'),
+        (["algorithm.adv_estimator=remax", "trainer.critic_warmup=1"], "error trainer.critic_warmup: 1: algorithm.adv_estimator remax has no critic; 0, or an estimator with a critic: gae, vapo"),
+        (["trainer.critic_warmup=3"], "error trainer.critic_warmup: 3: the actor would never be updated in 3 steps (trainer.total_steps); at most 2"),
+        (["algorithm.adv_estimator=remax", "algorithm.lam_actor=0.9"], "warning algorithm.lam_actor: 0.9: does nothing, for algorithm.adv_estimator is remax"),
+        (["algorithm.adv_estimator=vapo", "algorithm.lam_actor=0.9"], "warning algorithm.lam_actor: 0.9: does nothing, for vapo has it depend on the length"),
+        (["algorithm.norm_adv_by_std_in_grpo=false"], "warning algorithm.norm_adv_by_std_in_grpo: false: does nothing, for algorithm.adv_estimator is gae"),
+        (["actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=seq-mean-token-sum"], 'warning actor.loss_agg_mode: "seq-mean-token-sum": does nothing, for actor.policy_loss.loss_mode gspo takes seq-mean-token-mean'),
+        (["actor.entropy_coeff_final=0.1"], "warning actor.entropy_coeff_final: 0.1: does nothing, for actor.entropy_decay_steps is null"),
+    ],
+)  # fmt: skip
+def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    lines = found(tmp_path, *overrides)
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.adv_estimator=grpo", "rollout.n=2", "actor.policy_loss.loss_mode=gspo"],
+        ["algorithm.adv_estimator=remax"],
+        ["algorithm.adv_estimator=reinforce_plus_plus"],
+        ["algorithm.adv_estimator=vapo", "trainer.critic_warmup=2"],
+        [BYPASS, "rollout.top_p=0.9", "rollout.top_k=50"],
+        ["algorithm.rollout_correction.rollout_is=sequence"],
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.tp=3"],
+        ["actor.kl_loss_type=full", "layout.pp=2"],  # not used
+        ["actor.entropy_coeff=0.01", "actor.entropy_decay_steps=10"],
+        # A role that is not built has no batch sizes that must divide.
+        ["algorithm.adv_estimator=remax", "critic.ppo_mini_batch_size=5"],
+    ],
+)
+def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
+    assert found(tmp_path, *overrides) == []
+
+
+@pytest.mark.parametrize("name", ["full+", "k4", "k3++"])
+@pytest.mark.parametrize("path", ["actor.kl_loss_type", "algorithm.kl_penalty"])
+def test_other_kl_names_are_refused_at_load(tmp_path: Path, path: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf'{path}: "{name}"'.replace("+", r"\+")):
+        small_experiment(tmp_path, f"{path}={name}")
+
+
+def test_without_a_critic_there_are_no_updates_of_one(tmp_path: Path) -> None:
+    config = small_experiment(tmp_path, "algorithm.adv_estimator=remax", "actor.ppo_epochs=3")
+    plan = plan_batches(config, 1)
+    assert (plan.actor.optimizer_steps, plan.critic.optimizer_steps) == (6, 0)
+    assert "critic" not in explain_batches(config, 1)
+    assert not config.needs_critic
+
+
+def test_the_critic_warms_up_alone(tmp_path: Path) -> None:
+    config = small_experiment(tmp_path, "trainer.critic_warmup=2", "critic.ppo_epochs=4")
+    plan = plan_batches(config, 1)
+    assert plan.actor.optimizer_steps_of(3) == 2  # one step of two minibatches
+    assert plan.critic.optimizer_steps_of(3) == 24
+    assert "= 2 optimizer steps in a step of the run, after 2 steps without" in explain_batches(config, 1)
