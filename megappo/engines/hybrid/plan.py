@@ -127,7 +127,9 @@ class Planner:
         self._stage_of_layer = [stage for stage, count in enumerate(layers_of_stages) for _ in range(count)]
         self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
         self._places = {kind.key: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
-        self._spans: dict[Target, tuple[_Span, ...]] = {}
+        # By a target's identity, which is kept alive beside: to hash its rows takes longer than to look them up.
+        self._spans: dict[int, tuple[Target, tuple[_Span, ...]]] = {}
+        self._parts_of: dict[tuple[int, int], list[_Part]] = {}
 
     def shards_of(self, kind: Kind) -> int:
         """Ranks that a training parameter's (one expert's) rows are cut over."""
@@ -183,9 +185,9 @@ class Planner:
 
     def spans(self, target: Target) -> tuple[_Span, ...]:
         """The rows of a target, cut where a training shard ends; what continues on both sides is one span."""
-        if target not in self._spans:
-            self._spans[target] = tuple(_merged(self._cut(target)))
-        return self._spans[target]
+        if id(target) not in self._spans:
+            self._spans[id(target)] = target, tuple(_merged(self._cut(target)))
+        return self._spans[id(target)][1]
 
     def _cut(self, target: Target) -> Iterator[_Span]:
         offset = 0
@@ -199,7 +201,13 @@ class Planner:
 
     def _parts(self, target: Target, rank: int) -> list[_Part]:
         """What a target is made of in every layer: its spans, of each run of its experts."""
-        grid, spans, parts = self.training, self.spans(target), []
+        spans, place = self.spans(target), rank % self.training.stage_size
+        if (id(target), place) not in self._parts_of:
+            self._parts_of[id(target), place] = self._made_parts(target, spans, rank)
+        return self._parts_of[id(target), place]
+
+    def _made_parts(self, target: Target, spans: tuple[_Span, ...], rank: int) -> list[_Part]:
+        grid, parts = self.training, []
         for span in spans:
             kind, shard = span.run.kind, span.run.shard
             runs = self._expert_runs(target, kind)
