@@ -12,12 +12,43 @@ class RewardPartConfig(Section):
 
     name: str = Field(min_length=1, examples=["correct"])
     """Name in the metrics: `reward/parts/<name>`."""
-    kind: Literal["exact_match", "gsm8k", "math_verify", "function"]
-    """A rule by its name, or a function of your own."""
+    kind: Literal["exact_match", "gsm8k", "math_verify", "function", "http", "model"]
+    """A rule by its name, a function of your own, a service behind HTTP, or a reward model."""
     function: str | None = None
-    """`module:function` for kind `function`: takes a sample, returns a float or a Reward."""
+    """`module:function` for kind `function`: takes a sample, returns a float, one float a response token, or a
+    Reward."""
     weight: float = 1.0
     """Factor of this part in the score."""
+    url: str | None = None
+    """Address of kind `http`, which gets a POST of a JSON batch: docs/rewards.md."""
+    token_env: str | None = None
+    """Environment variable of kind `http` whose content is sent as a bearer token."""
+    batch_size: int = Field(16, ge=1)
+    """Samples of one request of kind `http`."""
+    max_concurrent: int = Field(8, ge=1)
+    """Requests of kind `http` under way at once, on each data-parallel rank."""
+    retries: int = Field(2, ge=0)
+    """Further attempts of a request of kind `http` that got no answer, or one that asks to come back."""
+    path: str | None = None
+    """Kind `model`: a Hugging Face folder of a sequence classifier with one label, or a checkpoint of
+    `trainer.kind: reward_model`."""
+    tokenizer_path: str | None = None
+    """Folder of the reward model's tokenizer; its own folder when null."""
+    apply_chat_template: bool | None = None
+    """Whether kind `model` reads the conversation through its tokenizer's chat template; null does where it has one."""
+    micro_batch_size_per_gpu: int = Field(8, ge=1)
+    """Sequences of one forward of kind `model`."""
+
+
+class OverlongBufferConfig(Section):
+    """A penalty that grows over the last tokens of the response's limit (DAPO, arXiv 2503.14476)."""
+
+    enable: bool = False
+    """Take the penalty off the score."""
+    len: int = Field(1, ge=1)
+    """Tokens before `data.max_response_length` over which it grows."""
+    penalty_factor: float = Field(1.0, ge=0)
+    """The penalty of a response as long as the limit."""
 
 
 class RewardConfig(Section):
@@ -30,3 +61,9 @@ class RewardConfig(Section):
     """Score of a part that raised or timed out."""
     max_failed_fraction: float = Field(0.5, ge=0, le=1)
     """Stop the run when more of a step's samples than this fraction failed."""
+    normalize: Literal["none", "scale", "standard"] = "none"
+    """Divide scores by their standard deviation over the run so far (`scale`), or also take their mean off
+    (`standard`)."""
+    clip_range: tuple[float, float] | None = None
+    """Lowest and highest score, after normalisation."""
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()

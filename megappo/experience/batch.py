@@ -82,6 +82,8 @@ class ExperienceBatch:
         )
         log_probs = [value for sample in samples for value in sample.rollout_log_probs]
         batch.rollout_log_probs[batch.response_mask] = torch.tensor(log_probs, dtype=torch.float32)
+        own = [value for sample in samples for value in sample.mask or (True,) * len(sample.response_ids)]
+        batch.response_mask[batch.response_mask.clone()] = torch.tensor(own, dtype=torch.bool)
         baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
         if not baselines:
             return batch

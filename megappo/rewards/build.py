@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 from megappo.config.reward import RewardConfig, RewardPartConfig
 from megappo.errors import ConfigError, RewardError
 from megappo.experience.sample import RolloutSample
-from megappo.rewards.function import load_function
+from megappo.rewards.function import as_reward, load_function
+from megappo.rewards.http import HttpPart
 from megappo.rewards.pool import RewardPool
 from megappo.rewards.process import MATH_VERIFY, Answer, Call, Part, is_async
 from megappo.rewards.reward import FailedReward, Reward, RewardFunction, ScoredBatch
@@ -22,6 +24,10 @@ SumCounts = Callable[[list[int]], list[int]]
 
 INLINE_RULES: dict[str, RewardFunction] = {"exact_match": exact_match, "gsm8k": gsm8k}
 MAX_PROCESSES = 8
+NEEDED = {"function": "function", "url": "http", "path": "model"}
+"""Setting of a part → the kind that needs it, and the only one that takes it."""
+
+Outcome = Reward | FailedReward
 
 
 def build_reward(config: RewardConfig, num_processes: int | None = None) -> RewardScorer:
@@ -33,23 +39,28 @@ def build_reward(config: RewardConfig, num_processes: int | None = None) -> Rewa
     names = [part.name for part in config.parts]
     async_parts: set[int] = set()
     pooled: list[Part] = []
+    services: dict[str, HttpPart] = {}
     for index, part in enumerate(config.parts):
         where = f"reward.parts[{index}]"
         if part.name in names[:index]:
             raise ConfigError(f"{where}.name: {part.name!r} is taken; metrics need a name of its own for each part")
-        if (part.kind == "function") != (part.function is not None):
-            raise ConfigError(
-                f"{where}.function: {part.function!r} with kind {part.kind!r}; a module:function goes with kind "
-                "'function', and with no other"
-            )
+        for setting, kind in NEEDED.items():
+            if (part.kind == kind) != (getattr(part, setting) is not None):
+                raise ConfigError(
+                    f"{where}.{setting}: {getattr(part, setting)!r} with kind {part.kind!r}; {setting} goes with kind "
+                    f"{kind!r}, and with no other"
+                )
         if part.kind == "function" and part.function is not None:
             if is_async(_imported(f"{where}.function", part.function)):
                 async_parts.add(len(pooled))
             pooled.append(Part(part.name, part.function))
         elif part.kind == "math_verify":
             pooled.append(Part(part.name, MATH_VERIFY))
+        elif part.kind == "http":
+            services[part.name] = HttpPart(part, config.timeout_seconds)
     size = num_processes or _share_of_cores()
-    return RewardScorer(config, RewardPool(pooled, frozenset(async_parts), size, config.timeout_seconds), pooled)
+    pool = RewardPool(pooled, frozenset(async_parts), size, config.timeout_seconds)
+    return RewardScorer(config, pool, pooled, services)
 
 
 def _imported(where: str, function: str) -> Callable[..., Any]:
@@ -87,10 +98,15 @@ class TooManyFailed(RewardError):
 class RewardScorer:
     """Scores samples; close it (or use it as a context) to end its processes."""
 
-    def __init__(self, config: RewardConfig, pool: RewardPool, pooled: Sequence[Part]) -> None:
+    def __init__(
+        self, config: RewardConfig, pool: RewardPool, pooled: Sequence[Part], services: Mapping[str, HttpPart]
+    ) -> None:
         self._config = config
         self._pool = pool
-        self._pooled_index = {part.name: index for index, part in enumerate(pooled)}
+        self._pooled = pooled
+        self._services = services
+        self._next_key = 0
+        self._begun: dict[int, tuple[int, RolloutSample]] = {}
 
     def __enter__(self) -> RewardScorer:
         return self
@@ -101,33 +117,77 @@ class RewardScorer:
     def close(self) -> None:
         """Ends the reward processes."""
         self._pool.close()
+        for service in self._services.values():
+            service.close()
 
-    def score(self, samples: Sequence[RolloutSample], sum_over_ranks: SumCounts | None = None) -> ScoredBatch:
-        """Scores of `samples`, in their order.
+    def begin(self, sample: RolloutSample) -> None:
+        """Starts the slow parts of a sample that `score` will be asked for, while others are still generated.
+
+        Never waits and never raises: what goes wrong is told by `score`. A sample is known again by its position, its
+        prompt and its tokens; one that comes out otherwise is scored anew.
+        """
+        self._begun[sample.position] = (self._submit(sample), sample)
+
+    def score(
+        self,
+        samples: Sequence[RolloutSample],
+        sum_over_ranks: SumCounts | None = None,
+        models: Mapping[str, Sequence[Outcome]] | None = None,
+    ) -> ScoredBatch:
+        """Scores of `samples`, in their order. `models`: the outcomes of parts of kind `model`, by their names.
 
         A part that raises or takes over `reward.timeout_seconds` on a sample counts as failed there and contributes
         `reward.failed_score`. Raises RewardError, on all ranks alike if `sum_over_ranks` is given, where more than
         `reward.max_failed_fraction` of the samples have a failed part.
         """
-        outcomes = {part.name: self._part_outcomes(part, samples) for part in self._config.parts}
+        keys = [self._key_of(sample) for sample in samples]
+        outcomes: dict[str, Sequence[Outcome]] = dict(models or {})
+        for part in self._config.parts:
+            if part.name not in outcomes:
+                outcomes[part.name] = self._part_outcomes(part, samples, keys)
         scored = self._combine(samples, outcomes)
         self._stop_if_too_many_failed(scored, len(samples), sum_over_ranks)
         return scored
 
-    def _part_outcomes(self, part: RewardPartConfig, samples: Sequence[RolloutSample]) -> list[Reward | FailedReward]:
+    def _key_of(self, sample: RolloutSample) -> int:
+        key, begun = self._begun.pop(sample.position, (None, None))
+        if key is not None and begun is not None and _is_same(begun, sample):
+            return key
+        return self._submit(sample)
+
+    def _submit(self, sample: RolloutSample) -> int:
+        """Gives the sample to every slow part; returns its key."""
+        key = self._next_key
+        self._next_key += 1
+        if self._pooled:
+            self._pool.submit([Call(self._pool_key(key, part), part, sample) for part in range(len(self._pooled))])
+        for service in self._services.values():
+            service.submit(key, sample)
+        return key
+
+    def _pool_key(self, key: int, part: int) -> int:
+        return key * len(self._pooled) + part
+
+    def _part_outcomes(
+        self, part: RewardPartConfig, samples: Sequence[RolloutSample], keys: Sequence[int]
+    ) -> list[Outcome]:
+        assert part.kind != "model", f"the scores of part {part.name!r} are computed on the ranks of its model"
         if part.kind in INLINE_RULES:
             return [_inline(INLINE_RULES[part.kind], part.name, index, sample) for index, sample in enumerate(samples)]
-        number = self._pooled_index[part.name]
-        answers = self._pool.run([Call(index, number, sample) for index, sample in enumerate(samples)])
-        return [_outcome(answers[index], part.name) for index in range(len(samples))]
+        if part.name in self._services:
+            found = self._services[part.name].collect(keys)
+            return [_at(index, found[key]) for index, key in enumerate(keys)]
+        number = next(number for number, pooled in enumerate(self._pooled) if pooled.name == part.name)
+        pool_keys = [self._pool_key(key, number) for key in keys]
+        answers = self._pool.collect(pool_keys)
+        return [_outcome(answers[key], part.name, index) for index, key in enumerate(pool_keys)]
 
-    def _combine(
-        self, samples: Sequence[RolloutSample], outcomes: dict[str, list[Reward | FailedReward]]
-    ) -> ScoredBatch:
+    def _combine(self, samples: Sequence[RolloutSample], outcomes: Mapping[str, Sequence[Outcome]]) -> ScoredBatch:
         scores = [0.0] * len(samples)
         details: list[dict[str, Mapping[str, Any]]] = [{} for _ in samples]
         parts: dict[str, list[float]] = {}
         failed: list[FailedReward] = []
+        token_scores: list[tuple[float, ...] | None] = [None] * len(samples)
         for part in self._config.parts:
             values: list[float] = []
             for index, outcome in enumerate(outcomes[part.name]):
@@ -135,12 +195,19 @@ class RewardScorer:
                     failed.append(outcome)
                     values.append(self._config.failed_score)
                     continue
-                values.append(outcome.score)
+                values.append(outcome.total)
                 if outcome.details:
                     details[index][part.name] = outcome.details
+                if outcome.token_scores is not None:
+                    token_scores[index] = _added(token_scores[index], part.weight, outcome.token_scores)
             parts[part.name] = values
-            scores = [total + part.weight * value for total, value in zip(scores, values, strict=True)]
-        return ScoredBatch(scores, parts, details, failed)
+            landing = [
+                outcome.score if isinstance(outcome, Reward) else self._config.failed_score
+                for outcome in outcomes[part.name]
+            ]
+            scores = [total + part.weight * value for total, value in zip(scores, landing, strict=True)]
+        has_token_scores = any(values is not None for values in token_scores)
+        return ScoredBatch(scores, parts, details, failed, token_scores if has_token_scores else None)
 
     def _stop_if_too_many_failed(self, scored: ScoredBatch, num_samples: int, sum_over_ranks: SumCounts | None) -> None:
         counts = [scored.num_failed, num_samples]
@@ -151,15 +218,28 @@ class RewardScorer:
         raise TooManyFailed(num_failed, total, allowed, scored.failed[0] if scored.failed else None)
 
 
-def _inline(rule: RewardFunction, part: str, index: int, sample: RolloutSample) -> Reward | FailedReward:
+def _is_same(begun: RolloutSample, sample: RolloutSample) -> bool:
+    return begun.prompt == sample.prompt and begun.response_ids == sample.response_ids and begun.text == sample.text
+
+
+def _added(sums: tuple[float, ...] | None, weight: float, values: Sequence[float]) -> tuple[float, ...]:
+    """The weighted rewards of the tokens, added to those of other parts."""
+    return tuple(total + weight * value for total, value in zip(sums or [0.0] * len(values), values, strict=True))
+
+
+def _inline(rule: RewardFunction, part: str, index: int, sample: RolloutSample) -> Outcome:
     try:
         result = rule(sample)
     except ValueError as error:
         return FailedReward(index, part, str(error))
-    return result if isinstance(result, Reward) else Reward(result)
+    return as_reward(result, part)
 
 
-def _outcome(answer: Answer, part: str) -> Reward | FailedReward:
+def _outcome(answer: Answer, part: str, index: int) -> Outcome:
     if answer.score is None:
-        return FailedReward(answer.key, part, answer.error)
-    return Reward(answer.score, json.loads(answer.details))
+        return FailedReward(index, part, answer.error)
+    return Reward(answer.score, json.loads(answer.details), answer.token_scores)
+
+
+def _at(index: int, outcome: Outcome) -> Outcome:
+    return dataclasses.replace(outcome, index=index) if isinstance(outcome, FailedReward) else outcome

@@ -44,9 +44,14 @@ def load_function(path: str) -> Callable[..., Any]:
     return _function_of(module, function_name, path)
 
 
-def as_reward(result: object, path: str) -> Reward:
-    """What a reward function returned, as a Reward with a finite score; TypeError or ValueError otherwise."""
+def as_reward(result: object, path: str, num_tokens: int | None = None) -> Reward:
+    """What a reward function returned, as a Reward of finite numbers; TypeError or ValueError otherwise.
+
+    A list or tuple is one reward for each of the response's `num_tokens` tokens (not counted where None).
+    """
     reward = result if isinstance(result, Reward) else None
+    if isinstance(result, list | tuple):
+        reward = Reward(0.0, token_scores=tuple(result))
     score = reward.score if reward else result
     if not isinstance(score, Real):
         raise TypeError(
@@ -54,7 +59,24 @@ def as_reward(result: object, path: str) -> Reward:
         )
     if not math.isfinite(score):
         raise ValueError(f"{path} returned {float(score)}; a score must be finite")
-    return Reward(float(score), reward.details if reward else {})
+    if reward is None or reward.token_scores is None:
+        return Reward(float(score), reward.details if reward else {})
+    return Reward(float(score), reward.details, _token_scores(reward.token_scores, path, num_tokens))
+
+
+def _token_scores(values: object, path: str, num_tokens: int | None) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{path} returned token scores {values!r} ({type(values).__name__}); return a list or tuple")
+    for place, value in enumerate(values):
+        if not isinstance(value, Real):
+            raise TypeError(f"{path} returned {value!r} ({type(value).__name__}) for token {place}; return a float")
+        if not math.isfinite(value):
+            raise ValueError(f"{path} returned {float(value)} for token {place}; a reward must be finite")
+    if num_tokens is not None and len(values) != num_tokens:
+        raise ValueError(
+            f"{path} returned {len(values)} token rewards for a response of {num_tokens} tokens (sample.response_ids)"
+        )
+    return tuple(float(value) for value in values)
 
 
 def _function_of(module: Any, name: str, path: str) -> Callable[..., Any]:

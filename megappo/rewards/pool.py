@@ -55,76 +55,99 @@ class RewardPool:
         self._size = size
         self._timeout = timeout
         self._processes: list[_Process] = []
+        self._waiting: dict[int, deque[Call]] = {number: deque() for number in range(len(self._parts))}
+        self._answers: dict[int, Answer] = {}
+        self._error: RewardError | None = None
 
-    def run(self, calls: Sequence[Call]) -> dict[int, Answer]:
-        """The answer of each call by its key, failures included; raises RewardError where no process can start."""
-        batches = self._batched(calls)
-        answers: dict[int, Answer] = {}
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Queues calls, gives what it can to the processes, and takes what answers there are, without waiting."""
+        for call in calls:
+            self._waiting[call.part].append(call)
         try:
-            while len(answers) < len(calls):
-                self._assign(batches)
-                self._collect(answers)
+            self._assign()
+            self._collect(wait_for_answers=False)
+        except RewardError as error:
+            self._error = error  # told by `collect`: whoever submits has something else to finish first
+
+    def collect(self, keys: Sequence[int]) -> dict[int, Answer]:
+        """The answers of calls that were submitted, failures included; waits for them.
+
+        Raises RewardError where no process can start.
+        """
+        try:
+            if self._error is not None:
+                raise self._error
+            while not all(key in self._answers for key in keys):
+                self._assign()
+                self._collect(wait_for_answers=True)
         except BaseException:
-            self.close()  # an interrupt leaves calls behind whose answers the next run would take for its own
+            self.close()  # an interrupt leaves calls behind whose answers the next ones would take for their own
             raise
-        return answers
+        return {key: self._answers.pop(key) for key in keys}
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes, and forgets all calls."""
         while self._processes:
             self._processes.pop().kill()
+        for waiting in self._waiting.values():
+            waiting.clear()
+        self._answers.clear()
+        self._error = None
 
-    def _batched(self, calls: Sequence[Call]) -> deque[list[Call]]:
+    def _next_batch(self) -> list[Call]:
         """Calls that go to a process together: one of a function that blocks, many of an `async def`."""
-        batches: deque[list[Call]] = deque()
-        pending: dict[int, list[Call]] = {}
-        for call in calls:
-            if call.part not in self._async_parts:
-                batches.append([call])
-                continue
-            pending.setdefault(call.part, []).append(call)
-        for waiting in pending.values():
-            batches.extend(
-                waiting[start : start + ASYNC_CALLS_AT_ONCE] for start in range(0, len(waiting), ASYNC_CALLS_AT_ONCE)
-            )
-        return batches
+        part, waiting = next((part, waiting) for part, waiting in self._waiting.items() if waiting)
+        size = min(len(waiting), ASYNC_CALLS_AT_ONCE if part in self._async_parts else 1)
+        return [waiting.popleft() for _ in range(size)]
 
-    def _assign(self, batches: deque[list[Call]]) -> None:
+    def _num_batches(self) -> int:
+        """How many batches wait."""
+        return sum(
+            -(-len(waiting) // (ASYNC_CALLS_AT_ONCE if part in self._async_parts else 1))
+            for part, waiting in self._waiting.items()
+        )
+
+    def _assign(self) -> None:
         """Gives waiting batches to idle processes, and starts more of these while there is work for them."""
         for process in list(self._processes):
-            if batches and process.ready and not process.owed:
-                self._give(process, batches)
+            if self._num_batches() and process.ready and not process.owed:
+                self._give(process)
         starting = sum(not process.ready for process in self._processes)
-        while len(self._processes) < self._size and starting < len(batches):
+        while len(self._processes) < self._size and starting < self._num_batches():
             self._processes.append(self._start())
             starting += 1
 
-    def _give(self, process: _Process, batches: deque[list[Call]]) -> None:
-        batch = batches.popleft()
+    def _give(self, process: _Process) -> None:
+        batch = self._next_batch()
         try:
             process.connection.send(batch)
         except (BrokenPipeError, ConnectionResetError):
-            batches.appendleft(batch)  # it died while idle: nobody's sample is at fault
+            # It died while idle: nobody's sample is at fault.
+            self._waiting[batch[0].part].extendleft(reversed(batch))
             self._discard(process)
             return
         process.owed = {call.key: call for call in batch}
         grace = ASYNC_GRACE_SECONDS if batch[0].part in self._async_parts else 0.0
         process.deadline = time.monotonic() + self._timeout + grace
 
-    def _collect(self, answers: dict[int, Answer]) -> None:
-        """Waits for messages or the nearest deadline, and takes what there is."""
+    def _collect(self, *, wait_for_answers: bool) -> None:
+        """Takes what messages there are, having waited for some or for the nearest deadline where asked to."""
         busy = {process.connection: process for process in self._processes if process.owed or not process.ready}
         if not busy:
             return
         nearest = min(process.deadline for process in busy.values())
-        for connection in wait(list(busy), timeout=max(0.0, nearest - time.monotonic())):
-            self._receive(busy[connection], answers)  # type: ignore[index]
+        patience = max(0.0, nearest - time.monotonic()) if wait_for_answers else 0.0
+        for connection in wait(list(busy), timeout=patience):
+            process = busy[connection]  # type: ignore[index]
+            # All of them: what was answered in time must not be late because it was fetched late.
+            while process in self._processes and (process.owed or not process.ready) and process.connection.poll():
+                self._receive(process)
         now = time.monotonic()
         for process in busy.values():
             if process in self._processes and (process.owed or not process.ready) and now >= process.deadline:
-                self._give_up(process, answers, timed_out(self._timeout))
+                self._give_up(process, timed_out(self._timeout))
 
-    def _receive(self, process: _Process, answers: dict[int, Answer]) -> None:
+    def _receive(self, process: _Process) -> None:
         try:
             message = process.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -132,7 +155,7 @@ class RewardPool:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(timeout=EXIT_SECONDS)
             code = process.popen.returncode
-            self._give_up(process, answers, f"the reward process ended with exit code {code} while scoring this sample")
+            self._give_up(process, f"the reward process ended with exit code {code} while scoring this sample")
             return
         match message:
             case Ready():
@@ -140,10 +163,10 @@ class RewardPool:
             case Broken():
                 raise RewardError(message.error)
             case Answer():
-                answers[message.key] = message
+                self._answers[message.key] = message
                 del process.owed[message.key]
 
-    def _give_up(self, process: _Process, answers: dict[int, Answer], reason: str) -> None:
+    def _give_up(self, process: _Process, reason: str) -> None:
         """Ends a process that is late or dead; what it owed has failed."""
         self._discard(process)
         if not process.ready:
@@ -152,7 +175,7 @@ class RewardPool:
                 f"{process.popen.returncode} within {START_SECONDS:g} s; its output is above"
             )
         for key in process.owed:
-            answers[key] = Answer(key, None, error=reason)
+            self._answers[key] = Answer(key, None, error=reason)
 
     def _discard(self, process: _Process) -> None:
         self._processes.remove(process)

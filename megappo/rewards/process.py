@@ -59,12 +59,14 @@ class Broken:
 
 @dataclass(frozen=True)
 class Answer:
-    """The score of a call with its details as JSON, or the traceback of what went wrong (then `score` is None)."""
+    """The score of a call with its details as JSON and its tokens' rewards, or the traceback of what went wrong (then
+    `score` is None)."""
 
     key: int
     score: float | None
     details: str = "{}"
     error: str = ""
+    token_scores: tuple[float, ...] | None = None
 
 
 def serve(connection: Connection, timeout: float) -> None:
@@ -133,8 +135,9 @@ def timed_out(timeout: float) -> str:
 
 
 def _accept(part: Part, call: Call, result: object) -> Answer:
-    reward = as_reward(result, part.path)
-    return Answer(call.key, reward.score, details=json.dumps(dict(reward.details), ensure_ascii=False))
+    reward = as_reward(result, part.path, len(call.sample.response_ids))
+    details = json.dumps(dict(reward.details), ensure_ascii=False)
+    return Answer(call.key, reward.score, details, token_scores=reward.token_scores)
 
 
 def _die_with_parent(parent: int) -> None:

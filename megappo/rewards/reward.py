@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,27 @@ from megappo.experience.sample import RolloutSample
 
 @dataclass(frozen=True)
 class Reward:
-    """What a reward function may return instead of a float: the score, and JSON values for the samples file."""
+    """What a reward function may return instead of a float: the score, JSON values for the samples file, and rewards
+    of single tokens.
+
+    `score` lands on the last response token. `token_scores` has one float for each of `sample.response_ids`, each of
+    which lands on its token: `ExperienceBatch.token_scores`.
+    """
 
     score: float
     details: Mapping[str, Any] = field(default_factory=dict)
+    token_scores: tuple[float, ...] | None = None
+
+    @property
+    def total(self) -> float:
+        """The score and the tokens' rewards together."""
+        return self.score + sum(self.token_scores or ())
 
 
-RewardFunction = Callable[[RolloutSample], float | Reward]
+RewardFunction = Callable[[RolloutSample], float | Sequence[float] | Reward]
 """Scores a response. `sample.text` is the response without special tokens, `sample.prompt.answer` the ground truth."""
 
-AsyncRewardFunction = Callable[[RolloutSample], Awaitable[float | Reward]]
+AsyncRewardFunction = Callable[[RolloutSample], Awaitable[float | Sequence[float] | Reward]]
 """The same for `async def`: many of its calls run at once in a reward process, for judges behind a network."""
 
 
@@ -37,14 +48,17 @@ class FailedReward:
 class ScoredBatch:
     """Scores in the order of the samples.
 
-    `scores` the weighted sums · `parts` each part's own scores before weighting, by its name · `details` what the parts
-    told about each sample, by part · `failed` the parts that got `reward.failed_score` instead of a score.
+    `scores` the weighted sums · `parts` each part's own scores before weighting, by its name, its tokens' rewards added
+    up · `details` what the parts told about each sample, by part · `failed` the parts that got `reward.failed_score`
+    instead of a score · `token_scores` the weighted sums of the tokens' rewards of each sample that has any (None where
+    no sample has).
     """
 
     scores: list[float]
     parts: dict[str, list[float]]
     details: list[dict[str, Mapping[str, Any]]]
     failed: list[FailedReward]
+    token_scores: list[tuple[float, ...] | None] | None = None
 
     @property
     def num_failed(self) -> int:

@@ -40,6 +40,7 @@ from megappo.workers.reference import NoReference, ReferenceWorker
 from megappo.workers.reward import RewardWorker
 from megappo.workers.reward_sets import SetRewards
 from megappo.workers.rollout import RolloutWorker
+from megappo.workers.shaping import RewardShaping
 
 
 def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
@@ -74,10 +75,12 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     values = critic_worker(config, critic, scale_length)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     replayed = replay(config, mesh, values, advantages)
+    shaping = RewardShaping(config.reward, mesh, config.data.max_response_length)
     return PPOTrainer(
         mesh=mesh,
         plan=plan,
         collector=with_dynamic_sampling(config, collector),
+        shaping=shaping,
         actor=actor_worker,
         critic=values,
         reference=reference,
@@ -94,7 +97,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
                 order=feed,
                 controller=controller,
                 evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
-                files={"replay.sqlite": replayed} if isinstance(replayed, Replay) else {},
+                files={"shaping.json": shaping} | ({"replay.sqlite": replayed} if isinstance(replayed, Replay) else {}),
             ),
         ),
         seed=config.trainer.seed,

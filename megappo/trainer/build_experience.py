@@ -16,6 +16,7 @@ from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.collect import Collector, GroupFilter
 from megappo.trainer.prompt_sets import set_rewards, training_prompts
 from megappo.trainer.replay import NoReplay, Replay
+from megappo.trainer.reward_models import build_reward_worker
 from megappo.workers.critic import CriticWorker, NoCritic
 from megappo.workers.reward import RewardWorker
 from megappo.workers.reward_sets import SetRewards
@@ -53,8 +54,8 @@ def reward_worker(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | SetRew
     """One for all prompts, or one for each prompt set."""
     assert config.reward is not None, "checked by require_sound"
     if not config.data.sets:
-        return RewardWorker(config.reward, mesh)
-    return SetRewards({name: RewardWorker(reward, mesh) for name, reward in set_rewards(config).items()})
+        return build_reward_worker(config, config.reward, mesh)
+    return SetRewards({name: build_reward_worker(config, reward, mesh) for name, reward in set_rewards(config).items()})
 
 
 def with_dynamic_sampling(config: ExperimentConfig, collector: Collector) -> Collector | GroupFilter:

@@ -30,6 +30,7 @@ from megappo.trainer.offline import OfflineTrainer
 from megappo.trainer.pair_evaluation import PairEvaluator
 from megappo.trainer.prompt_sets import held_out
 from megappo.trainer.reward_model import EncodedPair, RewardModelMeasure, RewardModelTask, encode_pairs
+from megappo.trainer.reward_models import build_reward_worker
 from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.sft import SupervisedTask
 from megappo.workers.reference import ReferenceWorker
@@ -111,7 +112,9 @@ def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
 
 def _evaluation_reward(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | None:
     """What scores the answers to held-out prompts, where there are both."""
-    return RewardWorker(config.reward, mesh) if config.reward is not None and config.data.val_files else None
+    if config.reward is None or not config.data.val_files:
+        return None
+    return build_reward_worker(config, config.reward, mesh)
 
 
 def _answers(

@@ -1,4 +1,4 @@
-"""A policy on disk, for commands that only read one: a Hugging Face folder, or the actor of a checkpoint."""
+"""A model on disk that is only read: a Hugging Face folder, or a role of a checkpoint; a policy or a reward model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megappo.config.checkpoint_folder import MANIFEST, read_state
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
+from megappo.models.spec import Experts, Layers
+from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, check_files, load_role
 from megappo.trainer.roles import DTYPES
@@ -43,13 +45,40 @@ class PolicySource:
         # Other types than these two (float16) are computed in float32, which holds all of their values.
         return cls(path, None, DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32))
 
+    @property
+    def head(self) -> Head:
+        """What stands on the decoder: a checkpoint without an actor is a reward model's."""
+        return "lm" if self.checkpoint is None or (self.checkpoint / "actor").is_dir() else "value"
+
     def load(self, mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[GPTModel, ModelSpec]:
-        """The policy's shard on this rank, in `dtype` (the source's own when None). A collective call."""
+        """The policy's shard on this rank, in `dtype` (the source's own when None). A collective call.
+
+        Raises DataError for the checkpoint of a reward model.
+        """
+        if self.head != "lm":
+            raise DataError(
+                f"{self.checkpoint}: a reward model's checkpoint (it holds no actor), and a policy is needed here; "
+                "score with it: a part of kind model in reward.parts"
+            )
+        return self.load_any(mesh, dtype)
+
+    def load_any(
+        self,
+        mesh: Mesh,
+        dtype: torch.dtype | None = None,
+        *,
+        head: Head | None = None,
+        layers: Layers = "auto",
+        experts: Experts = "grouped",
+    ) -> tuple[GPTModel, ModelSpec]:
+        """Like `load`, with the head that the source has, or `head`."""
+        head = head or self.head
         spec = read_model(self.folder)
-        model = build_model(spec, mesh, dtype=dtype or self.dtype, layers="auto", head="lm")
+        model = build_model(spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts)
         if self.checkpoint is None:
             import_hf(model, spec, mesh)
         else:
             check_files(self.checkpoint, mesh)
-            load_role(self.checkpoint / "actor", SavedRole(model, optimizer=None))
+            role = "actor" if head == "lm" else "reward_model"
+            load_role(self.checkpoint / role, SavedRole(model, optimizer=None))
         return model.requires_grad_(False), spec

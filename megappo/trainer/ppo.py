@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megappo.errors import ExitCode
-from megappo.experience.batch import ExperienceBatch
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.advantages import AdvantagePhase
@@ -20,6 +19,7 @@ from megappo.trainer.replay import NoReplay, Replay
 from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker, NoCritic
 from megappo.workers.reference import NoReference, ReferenceWorker
+from megappo.workers.shaping import RewardShaping
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PPOTrainer:
     mesh: Mesh
     plan: BatchPlan
     collector: Collector | GroupFilter
+    shaping: RewardShaping
     actor: ActorWorker
     critic: CriticWorker | NoCritic
     reference: ReferenceWorker | NoReference
@@ -42,7 +43,8 @@ class PPOTrainer:
         """Trains until the last step, or until a signal asks to stop."""
         for step in self.loop.steps():
             samples, scored = self.collector.collect(step)
-            batch = ExperienceBatch.from_samples(samples).fill(scores=scored.score_tensor)
+            batch = self.shaping.batch(samples, scored)
+            step.record(self.shaping.metrics())
             with step.phase("old_log_probs"):
                 batch = self.actor.fill_old_log_probs(batch)
             with step.phase("ref_log_probs"):

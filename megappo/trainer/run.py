@@ -72,7 +72,7 @@ def convert(request: ConvertRequest) -> ExitCode:
     mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
     source = PolicySource.of(request.source)
     dtype = DTYPES[request.dtype] if request.dtype else source.dtype
-    model, spec = source.load(mesh, dtype)
+    model, spec = source.load_any(mesh, dtype)
     target = Path(request.target)
     if source.checkpoint is not None:
         export_hf(model, spec, mesh, target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from megappo.experience.sample import RolloutSample
 from megappo.parallel.collectives import broadcast_object, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.rewards.build import RewardScorer, TooManyFailed, build_reward
-from megappo.rewards.reward import ScoredBatch
+from megappo.rewards.reward import FailedReward, Reward, ScoredBatch
+from megappo.workers.reward_model import RewardModel
 
 # Rules that say right (1) or wrong (0), rather than how good.
 RULES = ("exact_match", "gsm8k", "math_verify")
@@ -35,32 +36,44 @@ class ScoredSamples:
 
 
 class RewardWorker:
-    """Scores on the first rank of each model-parallel group, so that no judge is asked twice and no two ranks differ.
+    """Scores on the first rank of each model-parallel group, so that no judge is asked twice and no two ranks differ;
+    reward models score on all of their ranks.
 
-    Imports the reward functions when built, on every rank, so that a wrong name fails at once everywhere.
+    Imports the reward functions when built, on every rank, so that a wrong name fails at once everywhere. `models` has
+    the reward model of each part of kind `model`, by the part's name.
     """
 
-    def __init__(self, config: RewardConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RewardConfig, mesh: Mesh, models: Mapping[str, RewardModel] | None = None) -> None:
         self._mesh = mesh
+        self._models = dict(models or {})
         self._rules = [part.name for part in config.parts if part.kind in RULES]
         self._scorer: RewardScorer = build_reward(config)
 
     def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
         """Raises RewardError on every rank where too many samples of the step fail."""
-        here: ScoredBatch | RewardError | None = self._score_here(samples) if self._mesh.is_group_leader else None
+        by_model = {name: model.score(samples) for name, model in self._models.items()}
+        is_leader = self._mesh.is_group_leader
+        here: ScoredBatch | RewardError | None = self._score_here(samples, by_model) if is_leader else None
         outcome = broadcast_object(here, self._mesh.model_parallel_group, self._mesh.group_leader)
         if isinstance(outcome, RewardError):
             raise outcome
         assert isinstance(outcome, ScoredBatch), "the leader of a model-parallel group scores or says why not"
         return ScoredSamples(outcome, self._right(outcome))
 
+    def begin(self, sample: RolloutSample) -> None:
+        """Starts the slow parts of a sample that is complete while others are still generated. No collective call."""
+        if self._mesh.is_group_leader:
+            self._scorer.begin(sample)
+
     def close(self) -> None:
         """Ends the reward processes."""
         self._scorer.close()
 
-    def _score_here(self, samples: Sequence[RolloutSample]) -> ScoredBatch | RewardError:
+    def _score_here(
+        self, samples: Sequence[RolloutSample], by_model: Mapping[str, Sequence[Reward | FailedReward]]
+    ) -> ScoredBatch | RewardError:
         try:
-            return self._scorer.score(samples, self._sum_counts)
+            return self._scorer.score(samples, self._sum_counts, by_model)
         except TooManyFailed as error:
             # All leaders stop together, and any of them may be the one whose error is shown.
             firsts = gather_objects(error.first, self._mesh.dp_group)

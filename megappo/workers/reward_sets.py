@@ -31,6 +31,10 @@ class SetRewards:
         place = {row: number for number, row in enumerate(rows)}
         return taken(joined_rows(lots), [place[row] for row in range(len(samples))])
 
+    def begin(self, sample: RolloutSample) -> None:
+        """Like a `RewardWorker`."""
+        self._workers[sample.prompt.source].begin(sample)
+
     def of(self, name: str) -> RewardWorker:
         """The worker of one set."""
         return self._workers[name]
