@@ -1,7 +1,7 @@
 """The protocol of a generation engine, and what goes in and out. Imports neither megatron nor vllm."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megappo.experience.sample import FinishReason
@@ -22,25 +22,38 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate.
+    """One response to generate, and who is told as soon as it is there, while others are still generated.
 
     `noise_key` fixes the sampling noise: the same key, prompt and weights give the same tokens in any batch, on any
-    layout. The trainer builds it from (seed, step, position).
+    layout. The trainer builds it from (seed, step, position). `max_tokens` is the request's own limit, instead of the
+    sampling's.
     """
 
     prompt_ids: tuple[int, ...]
     noise_key: int
+    max_tokens: int | None = None
+    on_completion: Callable[["Completion"], None] | None = field(default=None, compare=False)
+
+    def tell(self, completion: "Completion") -> None:
+        """Engines call it once, on every rank of the group."""
+        if self.on_completion is not None:
+            self.on_completion(completion)
 
 
 @dataclass(frozen=True)
 class Completion:
     """The response to a request: token ids (with the end token where one was sampled), and the log-probability of each
-    under the distribution that it was sampled from (after temperature, top-k and top-p)."""
+    under the distribution that it was sampled from (after temperature, top-k and top-p).
+
+    `mask` is false at tokens that an environment put in, whose log-probability is 0; None where there is no such token.
+    Engines sample all of theirs.
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
+    mask: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True)

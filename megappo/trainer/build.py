@@ -57,7 +57,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
     actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
     critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
-    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model)
+    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model, on_sample=reward.begin)
     scale_length = config.actor.loss_scale_length or config.data.max_response_length
     reference = reference_worker(config, mesh, spec, roles, actor)
     actor_worker = ActorWorker(

@@ -12,11 +12,16 @@ from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.roles import DTYPES
-from megappo.workers.rollout import RolloutWorker
+from megappo.workers.rollout import OnSample, RolloutWorker
 
 
 def rollout_worker(
-    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, tokenizer: Tokenizer, model: nn.Module
+    config: ExperimentConfig,
+    mesh: Mesh,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    model: nn.Module,
+    on_sample: OnSample | None = None,
 ) -> RolloutWorker:
     """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage."""
     return RolloutWorker(
@@ -25,6 +30,7 @@ def rollout_worker(
         mesh,
         num_samples=config.rollout.n,
         seed=config.trainer.seed,
+        on_sample=on_sample,
     )
 
 

@@ -5,7 +5,7 @@ Which replica generates what is in `dealing.py`, how responses travel in `respon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -18,6 +18,8 @@ from megappo.parallel.mesh import Mesh
 from megappo.workers.dealing import deal, plan_delivery
 from megappo.workers.responses import exchange_completions
 
+OnSample = Callable[[RolloutSample], None]
+
 
 class RolloutWorker:
     """Turns prompts into samples with a generation engine.
@@ -27,9 +29,19 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, engine: RolloutEngine, sampling: SamplingParams, mesh: Mesh, *, num_samples: int, seed: int
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        mesh: Mesh,
+        *,
+        num_samples: int,
+        seed: int,
+        on_sample: OnSample | None = None,
     ) -> None:
+        """`on_sample` is told each training sample as soon as it is there, where this rank's replica is its copy of the
+        model; elsewhere samples are not this rank's own before all have been exchanged."""
         self.engine = engine
+        self._on_sample = on_sample
         self.sampling = sampling
         self._mesh = mesh
         self._num_samples = num_samples
@@ -48,7 +60,7 @@ class RolloutWorker:
         """Samples of the step's sequences at `positions` (prompt · n + sample), in that order; `batch` numbers the
         batches of prompts of one step."""
         stream = (step, batch) if batch else (step,)
-        return self.sample(prompts, positions, self.sampling, self._num_samples, stream, progress)
+        return self.sample(prompts, positions, self.sampling, self._num_samples, stream, progress, self._on_sample)
 
     def sample(
         self,
@@ -58,12 +70,14 @@ class RolloutWorker:
         num_samples: int,
         stream: tuple[int, ...],
         progress: Progress | None = None,
+        on_sample: OnSample | None = None,
     ) -> list[RolloutSample]:
         """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ).
 
         Raises the UserError of any rank on all of them.
         """
-        work = _Work(prompts, num_samples, sampling, (self._seed, *stream))
+        listener = None if self._needs_exchange else on_sample
+        work = _Work(prompts, num_samples, sampling, (self._seed, *stream), listener)
         if self._needs_exchange:
             completions = self._exchanged(work, positions, progress)
         else:
@@ -117,9 +131,19 @@ class _Work:
     num_samples: int
     sampling: SamplingParams
     stream: tuple[int, ...]
+    on_sample: OnSample | None = None
 
     def request(self, position: int) -> GenerationRequest:
-        return GenerationRequest(self._prompt(position).token_ids, noise_key(*self.stream, position))
+        return GenerationRequest(
+            self._prompt(position).token_ids, noise_key(*self.stream, position), on_completion=self._listener(position)
+        )
+
+    def _listener(self, position: int) -> Callable[[Completion], None] | None:
+        tell = self.on_sample
+        if tell is None:
+            return None
+        sample = position % self.num_samples
+        return lambda completion: tell(_sample(self._prompt(position), position, sample, completion))
 
     def cost(self, position: int) -> int:
         """Tokens of the sequence at its longest."""

@@ -50,7 +50,7 @@ class DecodingLoop:
             return []
         rule = StopRule(sampling, self.eos_ids, self.decode)
         schedule = Schedule(requests, self.max_num_seqs, self.max_num_batched_tokens)
-        max_length = max(len(request.prompt_ids) for request in requests) + sampling.max_tokens
+        max_length = max(len(one.prompt_ids) + (one.max_tokens or sampling.max_tokens) for one in requests)
         cache, current = self._cache(len(requests), max_length), CurrentStep()
         completions: dict[int, Completion] = {}
         with decoding(self.model, cache, max_length, current):
@@ -63,6 +63,8 @@ class DecodingLoop:
                 finished = self._finished(step, rule)
                 cache.copy(schedule.retire(finished))
                 completions |= {sequence.index: completion for sequence, completion in finished.items()}
+                for sequence, completion in finished.items():
+                    requests[sequence.index].tell(completion)
                 if finished and progress is not None:
                     progress(len(completions), len(requests))
         return [completions[index] for index in range(len(requests))]
@@ -86,7 +88,7 @@ class DecodingLoop:
         """The sequences that are complete with the token that they drew in `step`."""
         finished = {}
         for sequence in step.drawing:
-            reason = rule.reason(sequence.token_ids)
+            reason = rule.reason(sequence.token_ids, sequence.max_tokens)
             if reason is not None:
                 text = self.decode(sequence.token_ids)
                 finished[sequence] = Completion(tuple(sequence.token_ids), tuple(sequence.log_probs), text, reason)

@@ -1,6 +1,7 @@
 """Requests into a vLLM engine, and completions out of it, step by step."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -49,11 +50,15 @@ def generate(
     try:
         for index, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
-            parameters = vllm_sampling(sampling, request.noise_key if seed_per_request else None, eos_ids)
+            limited = replace(sampling, max_tokens=request.max_tokens or sampling.max_tokens)
+            parameters = vllm_sampling(limited, request.noise_key if seed_per_request else None, eos_ids)
             engine_ids.append(engine.add_request(str(index), prompt, parameters))
         while engine.has_unfinished_requests():
             finished = [output for output in engine.step() if output.finished]
-            completions |= {int(output.request_id): completion(output, decode) for output in finished}
+            new = {int(output.request_id): completion(output, decode) for output in finished}
+            completions |= new
+            for index, done in new.items():
+                requests[index].tell(done)
             if finished and progress is not None:
                 progress(len(completions), len(requests))
     finally:
