@@ -64,10 +64,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             log_normalizer[chunk] = columns.log_normalizer(scaled)
             log_probs[chunk] = columns.at_targets(scaled, targets[chunk]) - log_normalizer[chunk]
             if with_entropy:
-                # H = log Z − Σ p z; padding has p = 0 and z = −inf, whose product must be 0.
-                probabilities = (scaled - log_normalizer[chunk, None]).exp_()
-                expected = (probabilities * scaled.masked_fill_(columns.is_padding, 0.0)).sum(dim=1)
-                entropy[chunk] = log_normalizer[chunk] - columns.sum(expected)
+                # Padding has p = 0 and log p = −inf, whose product must be 0. (log Z − Σ p z would lose digits.)
+                log_p = scaled.sub_(log_normalizer[chunk, None])
+                probabilities = log_p.exp()
+                expected = log_p.masked_fill_(columns.is_padding, 0.0).mul_(probabilities).sum(dim=1)
+                entropy[chunk] = -columns.sum(expected)
         ctx.save_for_backward(logits, targets, log_normalizer, entropy)
         ctx.columns, ctx.chunk_tokens, ctx.with_entropy = columns, chunk_tokens, with_entropy
         if not with_entropy:
