@@ -8,6 +8,7 @@ Rules about the algorithm are in `checks_algorithm.py`, about model folders, dat
 from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
 from megappo.config.checks_vllm import vllm_problems
 from megappo.config.divisibility import divisibility_problems
@@ -25,7 +26,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *_trainer_problems(config),
         *((*_ppo_problems(config), *algorithm_problems(config)) if config.trainer.kind == "ppo" else ()),
         *(_dpo_problems(config) if config.trainer.kind == "dpo" else ()),
-        *_reward_problems(config),
+        *reward_problems(config),
         *_data_problems(config),
         *set_problems(config),
         *experience_problems(config),
@@ -112,39 +113,6 @@ def _dpo_problems(config: ExperimentConfig) -> list[Problem]:
     if config.dpo.loss_type == "ipo" and config.dpo.label_smoothing > 0:
         reason = "is for the loss sigmoid, and dpo.loss_type is ipo"
         return [Problem("dpo.label_smoothing", typed(config.dpo.label_smoothing), reason, "set it to 0")]
-    return []
-
-
-def _reward_problems(config: ExperimentConfig) -> list[Problem]:
-    problems: list[Problem] = []
-    names: set[str] = set()
-    for index, part in enumerate(config.reward.parts if config.reward else ()):
-        path = f"reward.parts.{index}"
-        if part.name in names:
-            remedy = f"for example {part.name}_{index}"
-            problems.append(Problem(f"{path}.name", typed(part.name), "another part has this name", remedy))
-        names.add(part.name)
-        if part.kind == "function":
-            problems += _function_problems(f"{path}.function", part.function)
-        elif part.function is not None:
-            reason = f"kind {part.kind} takes no function"
-            problems.append(
-                Problem(f"{path}.function", typed(part.function), reason, "set kind to function, or drop it")
-            )
-        if part.kind != "function" and config.data.answer_key is None:
-            reason = f"kind {part.kind} compares with an answer, and data.answer_key is null"
-            remedy = "set data.answer_key to the column of the answer"
-            problems.append(Problem(f"{path}.kind", typed(part.kind), reason, remedy))
-    return problems
-
-
-def _function_problems(path: str, function: str | None) -> list[Problem]:
-    remedy = "for example my_rewards:short_answer"
-    if function is None:
-        return [Problem(path, None, "is missing, and kind function needs it", remedy)]
-    module, colon, name = function.partition(":")
-    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        return [Problem(path, typed(function), "has to be of the form module:function", remedy)]
     return []
 
 
