@@ -15,10 +15,11 @@ def check_requests(
         prompt_length = len(request.prompt_ids)
         if prompt_length == 0:
             raise DataError(f"prompt {number} has no tokens; the model needs at least one to start from")
-        if prompt_length + sampling.max_tokens > max_positions:
+        max_tokens = request.max_tokens or sampling.max_tokens
+        if prompt_length + max_tokens > max_positions:
             raise DataError(
-                f"prompt {number} has {prompt_length} tokens, with max_tokens {sampling.max_tokens} over the model's "
-                f"{max_positions} positions; at most {max(0, max_positions - sampling.max_tokens)} prompt tokens fit"
+                f"prompt {number} has {prompt_length} tokens, with max_tokens {max_tokens} over the model's "
+                f"{max_positions} positions; at most {max(0, max_positions - max_tokens)} prompt tokens fit"
             )
         low, high = min(request.prompt_ids), max(request.prompt_ids)
         if low < 0 or high >= vocab_size:

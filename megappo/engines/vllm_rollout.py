@@ -73,7 +73,7 @@ class VLLMRolloutEngine:
         self._vocab_size = spec.shape.vocab_size
         self._decode = decode
         self._eos_ids = tuple(eos_ids)
-        self._has_tokenizer = bool(config.stop)
+        self._has_tokenizer = bool(config.stop) or config.multi_turn.enable
         self._seed_per_request = config.seed_per_request
         self._transfer: WeightTransfer = LoadTransfer(unwrapped(model), spec, mesh)
         if chosen_way(weights, config.quantization) == "direct":

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
+"""`stop` of the model or of its environment, `length` at a token limit, `error` of the environment."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class RolloutSample:
     `position` is the sequence's place in the step's global batch (prompt · n + sample), `sample` its number among the n
     responses. `response_ids` ends with the end-of-sequence token where `finish_reason` is "stop" because of it;
     `rollout_log_probs` has one float a response token, in nats, of the distribution that was sampled from.
+    `mask` is false at response tokens that an environment put in, whose log-prob is 0; None: all are the policy's.
     `baseline_score` is that of the greedy response to the same prompt, where the advantage estimator compares with it.
     """
 
@@ -42,9 +44,16 @@ class RolloutSample:
     rollout_log_probs: tuple[float, ...]
     text: str
     finish_reason: FinishReason
+    mask: tuple[bool, ...] | None = None
     baseline_score: float | None = None
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the policy: runs of its tokens."""
+        mask = self.mask if self.mask is not None else (True,) * len(self.response_ids)
+        return sum(own and not before for before, own in zip((False, *mask), mask, strict=False))

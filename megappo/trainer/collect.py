@@ -61,6 +61,7 @@ class Collector:
             self.switch.to_training()
         with step.phase("reward"):
             scored = self.reward.score(samples)
+            step.record(self.rollout.turn_metrics(samples))
             if isinstance(self.reward, SetRewards):
                 step.record(set_scores(samples, scored, self.reward.names, self.mesh))
             return Collected(self.baseline.compare(samples, greedy, len(prompts)), scored)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch.distributed as dist
 from torch import nn
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.hybrid import CHECK_LIMITS
+from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.rollout import RolloutEngine, SamplingParams
+from megappo.environments.environment import Environment
+from megappo.environments.load import load_environment
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import OnSample, RolloutWorker
+from megappo.workers.turns import ReplicaRanks, TurnTaking
 
 
 def rollout_worker(
@@ -24,14 +31,40 @@ def rollout_worker(
     on_sample: OnSample | None = None,
 ) -> RolloutWorker:
     """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage."""
+    environment = multi_turn_environment(config)  # before the engine: a wrong name is told at once
+    engine = rollout_engine(config, mesh, spec, tokenizer, model)
     return RolloutWorker(
-        rollout_engine(config, mesh, spec, tokenizer, model),
+        engine,
         training_sampling(config),
         mesh,
         num_samples=config.rollout.n,
         seed=config.trainer.seed,
         on_sample=on_sample,
+        turns=None if environment is None else turn_taking(config, environment, engine, tokenizer, mesh),
     )
+
+
+def multi_turn_environment(config: ExperimentConfig) -> Callable[..., Environment] | None:
+    """The environment's class where responses have several turns. Raises ConfigError."""
+    turns = config.rollout.multi_turn
+    if not turns.enable:
+        return None
+    assert turns.environment is not None, "checked by require_sound"
+    return load_environment(turns.environment)
+
+
+def turn_taking(
+    config: ExperimentConfig,
+    environment: Callable[..., Environment],
+    engine: RolloutEngine,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+) -> TurnTaking:
+    """The turns of a run; makes a process group for each replica of several ranks. A collective call."""
+    own = engine.replicas.groups[engine.replicas.of(mesh.rank)]
+    groups = {ranks: dist.new_group(ranks, backend="gloo") for ranks in engine.replicas.groups if len(ranks) > 1}
+    ranks = ReplicaRanks(mesh.rank, own[0], groups.get(own))
+    return TurnTaking(config.rollout.multi_turn, environment, ReplyEncoder(tokenizer), tokenizer.decode, ranks)
 
 
 def rollout_engine(

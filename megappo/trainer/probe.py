@@ -61,7 +61,7 @@ def probe(rollout: RolloutWorker, actor: ActorWorker, prompts: Sequence[Prompt],
     # From the whole distribution: the trainer computes no other log-probs.
     limit = min(PROBE_TOKENS, rollout.sampling.max_tokens)
     sampling = dataclasses.replace(rollout.sampling, max_tokens=limit, top_k=0, top_p=1.0)
-    samples = rollout.sample(chosen, mine, sampling, 1, (PROBE_STREAM, step))
+    samples = rollout.sample(chosen, mine, sampling, 1, (PROBE_STREAM, step), with_environment=False)
     batch = ExperienceBatch.from_samples(samples)
     return compare(samples, actor.log_probs_now(batch)[batch.response_mask], mesh)
 

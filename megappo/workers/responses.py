@@ -32,7 +32,8 @@ def exchange_completions(
         ],
         dtype=torch.int64,
     ).reshape(-1, 4)
-    token_ids = torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.int64)
+    # An environment's token travels as its complement, which is negative: no further column for the mask.
+    token_ids = torch.tensor([token for row in rows for token in _signed(row)], dtype=torch.int64)
     log_probs = torch.tensor([value for row in rows for value in row.log_probs], dtype=torch.float64)
     text = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
 
@@ -53,11 +54,20 @@ def _completions(
     completions: dict[int, Completion] = {}
     token = byte = 0
     for position, num_tokens, num_bytes, reason in headers.tolist():
+        own = ids[token : token + num_tokens]
         completions[position] = Completion(
-            tuple(ids[token : token + num_tokens]),
+            tuple(max(one, ~one) for one in own),
             tuple(values[token : token + num_tokens]),
             text[byte : byte + num_bytes].decode("utf-8", "surrogatepass"),
             FINISH_REASONS[reason],
+            tuple(one >= 0 for one in own) if any(one < 0 for one in own) else None,
         )
         token, byte = token + num_tokens, byte + num_bytes
     return completions
+
+
+def _signed(completion: Completion) -> Sequence[int]:
+    """Token ids, those of an environment as their complement."""
+    if completion.mask is None:
+        return completion.token_ids
+    return [token if own else ~token for token, own in zip(completion.token_ids, completion.mask, strict=True)]

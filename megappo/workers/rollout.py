@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
+import torch
 
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
 from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
-from megappo.parallel.collectives import any_rank, gather_objects
+from megappo.parallel.collectives import any_rank, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.dealing import deal, plan_delivery
 from megappo.workers.responses import exchange_completions
+from megappo.workers.turns import TurnTaking
 
 OnSample = Callable[[RolloutSample], None]
 
@@ -37,15 +40,18 @@ class RolloutWorker:
         num_samples: int,
         seed: int,
         on_sample: OnSample | None = None,
+        turns: TurnTaking | None = None,
     ) -> None:
-        """`on_sample` is told each training sample as soon as it is there, where this rank's replica is its copy of the
-        model; elsewhere samples are not this rank's own before all have been exchanged."""
+        """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
+        where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
+        been exchanged."""
         self.engine = engine
         self._on_sample = on_sample
         self.sampling = sampling
         self._mesh = mesh
         self._num_samples = num_samples
         self._seed = seed
+        self._turns = turns
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
 
@@ -71,13 +77,15 @@ class RolloutWorker:
         stream: tuple[int, ...],
         progress: Progress | None = None,
         on_sample: OnSample | None = None,
+        *,
+        with_environment: bool = True,
     ) -> list[RolloutSample]:
         """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ).
 
-        Raises the UserError of any rank on all of them.
+        Without environment a response is one turn. Raises the UserError of any rank on all of them.
         """
         listener = None if self._needs_exchange else on_sample
-        work = _Work(prompts, num_samples, sampling, (self._seed, *stream), listener)
+        work = _Work(prompts, num_samples, sampling, (self._seed, *stream), with_environment, listener)
         if self._needs_exchange:
             completions = self._exchanged(work, positions, progress)
         else:
@@ -116,11 +124,40 @@ class RolloutWorker:
         completions: list[Completion] = []
         try:
             if positions:
-                completions = self.engine.generate(list(map(work.request, positions)), work.sampling, progress)
+                completions = self._responses(work, positions, progress)
         except UserError as mistake:
             error = mistake
         _raise_alike(error, self._mesh)
         return dict(zip(positions, completions, strict=True))
+
+    def _responses(self, work: _Work, positions: Sequence[int], progress: Progress | None) -> list[Completion]:
+        if self._turns is None or not work.with_environment:
+            return self.engine.generate(list(map(work.request, positions)), work.sampling, progress)
+        dialogues = [
+            self._turns.dialogue(work.prompt(position), partial(work.key, position), work.listener(position))
+            for position in positions
+        ]
+        return self._turns.generate(self.engine, dialogues, work.sampling, progress)
+
+    def turn_metrics(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
+        """`rollout/…` of responses of several turns; nothing without an environment. A collective call."""
+        if self._turns is None:
+            return {}
+        local = torch.tensor(
+            [
+                len(samples),
+                sum(sample.num_turns for sample in samples),
+                sum(sample.mask.count(False) for sample in samples if sample.mask is not None),
+                sum(sample.finish_reason == "error" for sample in samples),
+            ],
+            dtype=torch.float64,
+        )
+        count, turns, tokens, errors = sum_over(self._mesh.dp_group, self._mesh.device)(local).tolist()
+        return {
+            "rollout/turns": turns / max(count, 1),
+            "rollout/environment_tokens": tokens / max(count, 1),
+            "rollout/environment_errors": errors,
+        }
 
 
 @dataclass(frozen=True)
@@ -131,25 +168,30 @@ class _Work:
     num_samples: int
     sampling: SamplingParams
     stream: tuple[int, ...]
+    with_environment: bool
     on_sample: OnSample | None = None
 
     def request(self, position: int) -> GenerationRequest:
         return GenerationRequest(
-            self._prompt(position).token_ids, noise_key(*self.stream, position), on_completion=self._listener(position)
+            self.prompt(position).token_ids, self.key(position, 0), on_completion=self.listener(position)
         )
 
-    def _listener(self, position: int) -> Callable[[Completion], None] | None:
+    def key(self, position: int, turn: int) -> int:
+        """The noise of a turn; the first one's is that of a response of one turn."""
+        return noise_key(*self.stream, position, *((turn,) if turn else ()))
+
+    def listener(self, position: int) -> Callable[[Completion], None] | None:
         tell = self.on_sample
         if tell is None:
             return None
         sample = position % self.num_samples
-        return lambda completion: tell(_sample(self._prompt(position), position, sample, completion))
+        return lambda completion: tell(_sample(self.prompt(position), position, sample, completion))
 
     def cost(self, position: int) -> int:
         """Tokens of the sequence at its longest."""
-        return len(self._prompt(position).token_ids) + self.sampling.max_tokens
+        return len(self.prompt(position).token_ids) + self.sampling.max_tokens
 
-    def _prompt(self, position: int) -> Prompt:
+    def prompt(self, position: int) -> Prompt:
         return self.prompts[position // self.num_samples]
 
 
@@ -182,4 +224,5 @@ def _sample(prompt: Prompt, position: int, sample: int, completion: Completion) 
         rollout_log_probs=completion.log_probs,
         text=completion.text,
         finish_reason=completion.finish_reason,
+        mask=completion.mask,
     )

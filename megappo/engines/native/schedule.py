@@ -20,6 +20,7 @@ class GeneratedSequence:
     prompt: int
     prompt_ids: tuple[int, ...]
     noise_key: int
+    max_tokens: int | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -76,7 +77,11 @@ class Schedule:
         numbers: dict[tuple[int, ...], int] = {}
         self._waiting = deque(
             GeneratedSequence(
-                index, numbers.setdefault(request.prompt_ids, len(numbers)), request.prompt_ids, request.noise_key
+                index,
+                numbers.setdefault(request.prompt_ids, len(numbers)),
+                request.prompt_ids,
+                request.noise_key,
+                request.max_tokens,
             )
             for index, request in enumerate(requests)
         )

@@ -26,13 +26,13 @@ class StopRule:
         # One token more than the longest stop string can fill: tokenizers treat the first token of a text differently.
         self._tail = 1 + TOKENS_PER_CHARACTER * max(map(len, self._stop), default=0)
 
-    def reason(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Why the response `token_ids` ends with its last token; None where it goes on."""
+    def reason(self, token_ids: Sequence[int], max_tokens: int | None = None) -> FinishReason | None:
+        """Why the response `token_ids` ends with its last token; None where it goes on. `max_tokens` is its own."""
         if token_ids[-1] in self._end_ids:
             return "stop"
         if self._stop and self._ends_on_string(token_ids[-self._tail :]):
             return "stop"
-        return "length" if len(token_ids) >= self._max_tokens else None
+        return "length" if len(token_ids) >= (max_tokens or self._max_tokens) else None
 
     def _ends_on_string(self, tail: Sequence[int]) -> bool:
         text = self._decode(tail)

@@ -73,7 +73,7 @@ def start_engine(
         llm = LLM(
             str(spec.folder),
             tokenizer=str(tokenizer_folder),
-            skip_tokenizer_init=not config.stop,
+            skip_tokenizer_init=not (config.stop or config.multi_turn.enable),
             load_format=LOAD_FORMAT,
             generation_config="vllm",  # not the sampling defaults of the model's folder
             dtype=dtype,
