@@ -34,6 +34,7 @@ EXTRAS_REQUIRE = {
     "te": ["transformer-engine[pytorch]>=2.12,<3"],
     "wandb": ["wandb>=0.19,<1"],
     "mlflow": ["mlflow>=2.20,<4"],
+    "plots": ["matplotlib>=3.9,<4"],  # tools/learning_curves.py
     "dev": [
         "pytest>=8,<10",
         "ruff>=0.14,<0.18",
