@@ -135,22 +135,21 @@ class TurnTaking:
 
     def _heard(self, waiting: Sequence[Dialogue], turns: Sequence[Completion]) -> Heard:
         """Token ids of each reply, the same on all ranks of the replica; None where the environment has finished."""
-        here: Heard | DataError | None = None
+        here: tuple[Heard, DataError | None] = [], None
         if self.ranks.rank == self.ranks.leader:
             try:
                 answers = ask_all(
                     [one.seat for one in waiting], [turn.text for turn in turns], self.config.timeout_seconds
                 )
-                here = [self._encoded(answer, turn) for answer, turn in zip(answers, turns, strict=True)]
-            except DataError as error:
-                here = error
+                here = [self._encoded(answer, turn) for answer, turn in zip(answers, turns, strict=True)], None
+            except DataError as mistake:
+                here = [], mistake
         if self.ranks.group is not None:
-            received: Heard | DataError = broadcast_object(here, self.ranks.group, self.ranks.leader)
-            here = received
-        if isinstance(here, DataError):
-            raise here
-        assert here is not None, "the replica's first rank asks the environments"
-        return here
+            here = broadcast_object(here, self.ranks.group, self.ranks.leader)
+        heard, error = here
+        if error is not None:
+            raise error
+        return heard
 
     def _encoded(self, answer: Answer, turn: Completion) -> list[int] | Failure | None:
         if isinstance(answer, Failure):
