@@ -23,13 +23,17 @@ from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
 from megappo.engines.optimizer import Optimizer
-from megappo.engines.rollout import Progress
+from megappo.engines.rollout import Progress, SamplingParams
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.models import build
 from megappo.models.build import read_model
 from megappo.models.export_hf import export_hf
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
+from megappo.trainer.collect import Collector
+from megappo.trainer.ppo import PPOTrainer
+from megappo.workers.critic import CriticWorker
 
 VOCABULARY = 99  # the characters that the tiny tokenizer knows
 
@@ -37,11 +41,30 @@ VOCABULARY = 99  # the characters that the tiny tokenizer knows
 class RecordedRollouts:
     """Stands for the rollout worker: the same samples on every layout, of ragged lengths, one of them empty."""
 
+    sampling = SamplingParams()
+
     def generate(
-        self, prompts: Sequence[Prompt], positions: Sequence[int], step: int, progress: Progress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[int],
+        step: int,
+        progress: Progress | None = None,
+        batch: int = 0,
     ) -> list[RolloutSample]:
         n = 2
         return [self._sample(prompts[position // n], position, position % n, step) for position in positions]
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        positions: Sequence[int],
+        sampling: SamplingParams,
+        num_samples: int,
+        stream: tuple[int, ...],
+    ) -> list[RolloutSample]:
+        """Greedy responses, which are others than any step's."""
+        assert num_samples == 1 and sampling.temperature == 0
+        return [self._sample(prompts[position], position, 0, 100 + stream[-1]) for position in positions]
 
     @staticmethod
     def _sample(prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:
@@ -150,20 +173,32 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     model_path = Path(config.model.path)
     with broken(kind):
-        trainer = dataclasses.replace(
-            build_ppo(config, mesh), rollout=RecordedRollouts(), switch=NoSwitch()  # type: ignore[arg-type]
-        )  # fmt: skip
-        roles = {"actor": trainer.actor.engine, "critic": trainer.critic.engine}
+        trainer = with_recorded_rollouts(build_ppo(config, mesh))
+        roles = {"actor": trainer.actor.engine}
+        if isinstance(trainer.critic, CriticWorker):
+            roles["critic"] = trainer.critic.engine
         for role, engine in roles.items():
             _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
         trainer.fit()
     for role, engine in roles.items():
         export_hf(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
-    trainer.reward.close()
+    trainer.collector.reward.close()  # type: ignore[union-attr]
     # The default group stays: torchrun's store does not take a second one with the same names.
     parallel_state.destroy_model_parallel()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines() if mesh.is_writer else []
     return {"metrics": [json.loads(line) for line in lines]}
+
+
+def with_recorded_rollouts(trainer: PPOTrainer) -> PPOTrainer:
+    collector = trainer.collector
+    assert isinstance(collector, Collector), "recorded groups are not filtered"
+    rollout: Any = RecordedRollouts()
+    switch: Any = NoSwitch()
+    baseline = collector.baseline
+    if isinstance(baseline, GreedyBaseline):
+        baseline = dataclasses.replace(baseline, rollout=rollout)
+    recorded = dataclasses.replace(collector, rollout=rollout, switch=switch, baseline=baseline)
+    return dataclasses.replace(trainer, collector=recorded)
 
 
 def _export_first_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
