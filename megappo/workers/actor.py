@@ -25,7 +25,7 @@ class ActorWorker:
     """Fills `old_log_probs`, and improves the policy on minibatches with advantages.
 
     `kl_term` computes the KL of the loss (`use_kl_loss`); None leaves it out. `bypass` takes the engine's log-probs for
-    the old ones.
+    the old ones. `has_reference`: the run has one that `kl/mean` is measured to; otherwise that is `actor/ppo_kl`.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class ActorWorker:
         scale_length: int,
         kl_term: KLTerm | None = None,
         bypass: bool = False,
+        has_reference: bool = True,
     ) -> None:
         self.engine = engine
         self._config = config
@@ -44,6 +45,7 @@ class ActorWorker:
         self._scale_length = scale_length
         self._kl_term = kl_term
         self._bypass = bypass
+        self._has_reference = has_reference
         self._moved = 0.0
 
     def fill_old_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
@@ -76,6 +78,8 @@ class ActorWorker:
         report = self.engine.update(micros, loss)
         self._moved = report.metrics["actor/ppo_kl_k3"]
         metrics = report.metrics | {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
+        if not self._has_reference:
+            metrics["kl/mean"] = metrics["actor/ppo_kl"]
         if self._config.entropy_decay_steps is not None:
             metrics["actor/entropy_coeff"] = entropy_coeff
         return metrics | ({"actor/kl_loss_coef": self._config.kl_loss_coef} if self._kl_term is not None else {})
