@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from megappo.config.grid import GenerationGrid, TrainingGrid
 from megappo.config.layout import LayoutConfig
 from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
-from megappo.engines.hybrid.execute import Moved, Switch, Views
+from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.layout_text import layout_text, parse_layout
+from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.native import HybridTransfer
 from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
 from megappo.engines.hybrid.sources import TrainingShards

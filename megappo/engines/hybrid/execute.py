@@ -5,7 +5,6 @@ training shards and of the destination's memory.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -14,16 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megappo.engines.hybrid.messages import Bucket, Message, Views, bucketed, packed, staging, unpack
 from megappo.engines.hybrid.plan import Planner, Transfer, Way
 from megappo.engines.rollout import WorstTensor
 from megappo.models.weight_map import WeightClass
-
-DIRECT_BYTES = 1 << 20
-"""Parts of at least this size are messages of their own, which need no copy where their memory is in one piece."""
-
-Views = tuple[Tensor, ...]
-"""The same rows on one side of a transfer: one view, or one an expert, [1, rows, columns], where experts are separate
-parameters."""
 
 
 class SwitchError(RuntimeError):
@@ -69,50 +62,12 @@ class Moved:
         return self.received_by_class.total()
 
 
-@dataclass(frozen=True)
-class _Message:
-    """Parts that travel together between this rank and `peer`; a single part may be sent from where it lies.
-
-    `transfers` says of each part what it belongs to.
-    """
-
-    peer: int
-    parts: tuple[Tensor, ...]
-    transfers: tuple[Transfer, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(part.numel() for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_elements * self.parts[0].element_size()
-
-    @property
-    def is_direct(self) -> bool:
-        return len(self.parts) == 1 and self.parts[0].is_contiguous()
-
-    @property
-    def staging_bytes(self) -> int:
-        return 0 if self.is_direct else self.nbytes
-
-
-@dataclass
-class _Bucket:
-    receives: list[_Message] = field(default_factory=list)
-    sends: list[_Message] = field(default_factory=list)
-
-    @property
-    def staging_bytes(self) -> int:
-        return sum(message.staging_bytes for message in (*self.receives, *self.sends))
-
-
 @dataclass
 class _InFlight:
     """A bucket under way: its requests, and the staging memory of what has to be unpacked, or outlive the sending."""
 
     requests: list[dist.Work]
-    received: list[tuple[_Message, Tensor]]
+    received: list[tuple[Message, Tensor]]
     sent: list[Tensor]
     staging_bytes: int
 
@@ -147,9 +102,9 @@ class Switch:
         self._copied_bytes = sum(target.nbytes for _, target, _ in self._copies)
         self._aliased_bytes = sum(transfer.num_elements for transfer, _ in self._aliases) * planner.element_bytes
         sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
-        self._buckets = _bucketed(planner.buckets.count, receives, sends)
-        staging = [bucket.staging_bytes for bucket in self._buckets] + [0]
-        self.extra_bytes = max((sum(staging[index : index + 2]) for index in range(len(self._buckets))), default=0)
+        self._buckets = bucketed(planner.buckets.count, receives, sends)
+        sizes = [bucket.staging_bytes for bucket in self._buckets] + [0]
+        self.extra_bytes = max((sum(sizes[index : index + 2]) for index in range(len(self._buckets))), default=0)
         """Staging memory that a run takes at most: that of two neighbouring buckets."""
 
     @torch.no_grad()
@@ -214,7 +169,7 @@ class Switch:
                 replace(message, parts=tuple(torch.empty_like(part) for part in message.parts))
                 for message in bucket.receives
             ]
-            self._finish(self._post(_Bucket(scratch, bucket.sends)), Moved())
+            self._finish(self._post(Bucket(scratch, bucket.sends)), Moved())
             for message, copy in zip(bucket.receives, scratch, strict=True):
                 for transfer, ours, theirs in zip(message.transfers, message.parts, copy.parts, strict=True):
                     compare(transfer, ours, theirs)
@@ -229,6 +184,8 @@ class Switch:
                 moved.peak_bytes = max(moved.peak_bytes, held)
                 if current is not None:
                     held -= self._finish(current, moved)
+            except torch.OutOfMemoryError:
+                raise  # no other rank's fault; it says itself how much was asked for
             except (RuntimeError, ValueError) as error:
                 raise SwitchError(
                     f"the weights could not be moved to the generation layout: bucket {number} of "
@@ -236,16 +193,16 @@ class Switch:
                 ) from error
             current = following
 
-    def _post(self, bucket: _Bucket) -> _InFlight:
+    def _post(self, bucket: Bucket) -> _InFlight:
         operations: list[dist.P2POp] = []
-        received: list[tuple[_Message, Tensor]] = []
+        received: list[tuple[Message, Tensor]] = []
         sent: list[Tensor] = []
         for message in bucket.receives:
-            tensor = message.parts[0] if message.is_direct else _staging(message)
+            tensor = message.parts[0] if message.is_direct else staging(message)
             received.append((message, tensor))
             operations.append(dist.P2POp(dist.irecv, tensor, message.peer, self._group))
         for message in bucket.sends:
-            tensor = message.parts[0] if message.is_direct else _packed(message)
+            tensor = message.parts[0] if message.is_direct else packed(message)
             sent.append(tensor)
             operations.append(dist.P2POp(dist.isend, tensor, message.peer, self._group))
         requests = dist.batch_isend_irecv(operations) if operations else []
@@ -259,53 +216,9 @@ class Switch:
             for part, transfer in zip(message.parts, message.transfers, strict=True):
                 moved.received_by_class[transfer.weight_class] += part.nbytes
             if not message.is_direct:
-                _unpack(message, tensor)
+                unpack(message, tensor)
         moved.sent += sum(tensor.nbytes for tensor in bucket.sent)
         return bucket.staging_bytes
-
-
-def _bucketed(
-    count: int, receives: Sequence[tuple[Transfer, Views]], sends: Sequence[tuple[Transfer, Views]]
-) -> list[_Bucket]:
-    """Every bucket's messages; empty buckets are left in, so that all ranks count alike."""
-    buckets = [_Bucket() for _ in range(count)]
-    for is_send, transfers in ((False, receives), (True, sends)):
-        parts: dict[tuple[int, int], list[tuple[Transfer, Views]]] = {}
-        for transfer, views in transfers:
-            peer = transfer.target_rank if is_send else transfer.source_rank
-            for index, bucket in enumerate(transfer.buckets):
-                part = _part(views, index, len(transfer.buckets))
-                if part:
-                    parts.setdefault((bucket, peer), []).append((transfer, part))
-        for (bucket, peer), several in parts.items():
-            messages = buckets[bucket].sends if is_send else buckets[bucket].receives
-            messages += _messages(peer, several)
-    return buckets
-
-
-def _messages(peer: int, several: Iterable[tuple[Transfer, Views]]) -> list[_Message]:
-    """Large parts by themselves, the others together. Both ranks cut alike: sizes decide, not where memory lies."""
-    messages: list[_Message] = []
-    small: list[tuple[Tensor, Transfer]] = []
-    for transfer, views in several:
-        if sum(view.nbytes for view in views) >= DIRECT_BYTES:
-            messages.append(_Message(peer, views, (transfer,) * len(views)))
-        else:
-            small += [(view, transfer) for view in views]
-    if small:
-        tensors, transfers = zip(*small, strict=True)
-        messages.append(_Message(peer, tensors, transfers))
-    return messages
-
-
-def _part(views: Views, index: int, count: int) -> Views:
-    """Part `index` of `count` equal parts along the first dimension, or of the list of experts."""
-    if len(views) > 1:
-        start, stop = len(views) * index // count, len(views) * (index + 1) // count
-        return views[start:stop]
-    size = views[0].shape[0]
-    start, stop = size * index // count, size * (index + 1) // count
-    return (views[0][start:stop],) if stop > start else ()
 
 
 def _paired(target: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
@@ -313,24 +226,3 @@ def _paired(target: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
     if len(views) == 1:
         return [(target, views[0])]
     return list(zip(target.split(1), views, strict=True))
-
-
-def _staging(message: _Message) -> Tensor:
-    part = message.parts[0]
-    return torch.empty(message.num_elements, dtype=part.dtype, device=part.device)
-
-
-def _packed(message: _Message) -> Tensor:
-    flat = _staging(message)
-    torch._foreach_copy_(_slices(message, flat), list(message.parts))
-    return flat
-
-
-def _unpack(message: _Message, flat: Tensor) -> None:
-    torch._foreach_copy_(list(message.parts), _slices(message, flat))
-
-
-def _slices(message: _Message, flat: Tensor) -> list[Tensor]:
-    """Views of `flat` in the parts' shapes, one after the other."""
-    sizes = [part.numel() for part in message.parts]
-    return [piece.view(part.shape) for piece, part in zip(flat.split(sizes), message.parts, strict=True)]

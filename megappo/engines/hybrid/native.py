@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from megappo.config.grid import GenerationGrid
 from megappo.engines.hybrid.account import Account
-from megappo.engines.hybrid.execute import Moved, Switch, Views
+from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.measure import measured_account
+from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megappo.engines.hybrid.execute import Views
+from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.plan import Transfer
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import WeightMap
