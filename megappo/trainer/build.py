@@ -18,6 +18,7 @@ from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
+from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import plan_batches
 from megappo.trainer.advantages import AdvantagePhase
@@ -63,6 +64,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     actor_worker = ActorWorker(
         actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length,
         kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
+        has_reference=config.needs_reference,
     )  # fmt: skip
     controller = KLController(
         **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type
@@ -75,7 +77,9 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     values = critic_worker(config, critic, scale_length)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     replayed = replay(config, mesh, values, advantages)
-    shaping = RewardShaping(config.reward, mesh, config.data.max_response_length)
+    shaping = RewardShaping(
+        config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length
+    )
     return PPOTrainer(
         mesh=mesh,
         plan=plan,

@@ -12,24 +12,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megappo.algorithms.masked import SumOverRanks
 from megappo.algorithms.running import STD_EPS, RunningMoments
 from megappo.config.reward import RewardConfig
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.sample import RolloutSample
-from megappo.parallel.collectives import sum_over
-from megappo.parallel.mesh import Mesh
 from megappo.workers.reward import ScoredSamples
 
 
 class RewardShaping:
     """Shapes sequence scores in this order: normalise, clip, take the penalty off. Rewards of tokens stay as they are.
 
-    `max_response_length` is where the penalty is whole. A `SavedFile` of checkpoints: the moments of the run so far.
+    `sum_over_ranks` adds up over data-parallel ranks, `max_response_length` is where the penalty is whole. A
+    `SavedFile` of checkpoints: the moments of the run so far.
     """
 
-    def __init__(self, config: RewardConfig, mesh: Mesh, max_response_length: int) -> None:
+    def __init__(self, config: RewardConfig, sum_over_ranks: SumOverRanks, max_response_length: int) -> None:
         self._config = config
-        self._over_ranks = sum_over(mesh.dp_group, mesh.device)
+        self._over_ranks = sum_over_ranks
         self._max_response_length = max_response_length
         self._moments = RunningMoments()
         self._penalties = torch.zeros(0, dtype=torch.float64)

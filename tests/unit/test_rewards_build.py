@@ -46,6 +46,9 @@ def by_text(sample):
         subprocess.Popen(["sleep", "1000"])
         time.sleep(1000)
     if text == "pid": return os.getpid()
+    if text == "tokens": return [0.5] * len(sample.response_ids)
+    if text == "both": return Reward(2.0, {"why": "so"}, (0.5,))
+    if text == "too many": return [0.5, 1.0, 2.0]
     print("a reward may print")
     return float(text)
 
@@ -136,6 +139,7 @@ MISBEHAVIOUR = [
     ("none", "rewards_of_test:by_text returned None (NoneType); return a float"),
     ("word", "rewards_of_test:by_text returned '7' (str)"),
     ("nan", "rewards_of_test:by_text returned nan; a score must be finite"),
+    ("too many", "rewards_of_test:by_text returned 3 token rewards for a response of 1 tokens (sample.response_ids)"),
     ("object", "TypeError: Object of type object is not JSON serializable"),
     ("abc", "ValueError: could not convert string to float: 'abc'"),
 ]
@@ -153,6 +157,46 @@ def test_results_that_are_fine(misbehaving: RewardScorer) -> None:
     scored = misbehaving.score([make_sample("true"), make_sample("details"), make_sample("-3")])
     assert scored.scores == [1, 2, -3]
     assert scored.details == [{}, {"by_text": {"level": 3}}, {}]
+
+
+def test_rewards_of_tokens_are_weighted_and_added(misbehaving: RewardScorer) -> None:
+    parts = [function("by_text", weight=0.5), function("length", weight=0.25), function("by_text") | {"name": "again"}]
+    with build_reward(config(*parts), num_processes=1) as scorer:
+        scored = scorer.score([make_sample("tokens"), make_sample("both"), make_sample("3")])
+    assert scored.token_scores == [(0.75,), (0.75,), None]
+    assert scored.scores == [0.25 * 6, 0.5 * 2 + 0.25 * 4 + 2.0, 0.5 * 3 + 0.25 + 3.0]
+    assert scored.parts == {"by_text": [0.5, 2.5, 3.0], "length": [6, 4, 1], "again": [0.5, 2.5, 3.0]}
+    assert scored.details[1] == {"by_text": {"why": "so"}, "again": {"why": "so"}}
+
+
+def test_slow_parts_begin_before_scores_are_asked_for(rewards_module: Path) -> None:
+    """What was begun is not called again; what came out otherwise is scored anew, and late answers are not failures."""
+    parts = [function("by_text"), function("judge", weight=2.0)]
+    with build_reward(config(*parts, timeout_seconds=0.8), num_processes=2) as scorer:
+        scorer.score([make_sample("1"), make_sample("1", position=1)])  # both processes are there
+        begun = [make_sample(str(number), position=number) for number in range(4)]
+        for sample in begun:
+            scorer.begin(sample)
+        time.sleep(1.2)  # longer than a call may take
+        begin = time.monotonic()
+        other = make_sample("7", position=2)
+        scored = scorer.score([begun[3], other, begun[0]])
+        assert time.monotonic() - begin < 1.5
+    assert scored.scores == [9.0, 21.0, 0.0] and not scored.failed
+
+
+def test_a_function_that_is_gone_is_told_when_scores_are_asked_for(rewards_module: Path) -> None:
+    file = rewards_module / "rewards_that_go.py"
+    file.write_text("def score(sample): return 1.0")
+    part = {"name": "one", "kind": "function", "function": "rewards_that_go:score"}
+    with build_reward(config(part), num_processes=1) as scorer:
+        file.write_text("1 / 0")
+        sample = make_sample("1")
+        for _ in range(40):
+            scorer.begin(sample)  # never raises: generation goes on
+            time.sleep(0.05)
+        with pytest.raises(RewardError, match="rewards_that_go"):
+            scorer.score([sample])
 
 
 def test_a_killed_function_takes_its_children_along(misbehaving: RewardScorer) -> None:
