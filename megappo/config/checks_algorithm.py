@@ -27,6 +27,9 @@ def _estimator_problems(config: ExperimentConfig) -> Iterator[Problem]:
     if kind in WITH_GROUPS and config.rollout.n == 1:
         reason = f"algorithm.adv_estimator {kind} compares the responses to one prompt, and there is one"
         yield Problem("rollout.n", "1", reason, "at least 2, for example 4; or remax, which compares with a greedy one")
+    if kind == "remax" and algorithm.normalize_scores:
+        reason = "the scores of greedy responses, which algorithm.adv_estimator remax takes off, would stay as they are"
+        yield Problem("algorithm.normalize_scores", "true", reason, "false, or reward.normalize")
     if not algorithm.norm_adv_by_std_in_grpo and kind != "grpo":
         reason, remedy = f"does nothing, for algorithm.adv_estimator is {kind}", "leave it out"
         yield _warning("algorithm.norm_adv_by_std_in_grpo", False, reason, remedy)

@@ -34,6 +34,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         (["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"], 'error actor.kl_loss_type: "full": needs both models\' logits of a micro-batch at once, and layout.pp 2'),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "layout.pp=2"], 'error algorithm.kl_penalty: "full": needs both models\' logits'),
         (["algorithm.adv_estimator=remax", "trainer.critic_warmup=1"], "error trainer.critic_warmup: 1: algorithm.adv_estimator remax has no critic; 0, or an estimator with a critic: gae, vapo"),
+        (["algorithm.adv_estimator=remax", "algorithm.normalize_scores=true"], "error algorithm.normalize_scores: true: the scores of greedy responses, which algorithm.adv_estimator remax takes off, would stay as they are; false, or reward.normalize"),
         (["trainer.critic_warmup=3"], "error trainer.critic_warmup: 3: the actor would never be updated in 3 steps (trainer.total_steps); at most 2"),
         (["algorithm.adv_estimator=remax", "algorithm.lam_actor=0.9"], "warning algorithm.lam_actor: 0.9: does nothing, for algorithm.adv_estimator is remax"),
         (["algorithm.adv_estimator=vapo", "algorithm.lam_actor=0.9"], "warning algorithm.lam_actor: 0.9: does nothing, for vapo has it depend on the length"),
