@@ -53,7 +53,7 @@ class PromptFeed:
     """
 
     def __init__(self, prompts: Sequence[Prompt], order: Order, *, ahead: bool) -> None:
-        self._prompts = prompts
+        self.prompts = prompts
         self._order = order
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts") if ahead else None
         self._coming: Future[tuple[list[Prompt], _Place]] | None = None
@@ -91,7 +91,7 @@ class PromptFeed:
         self._place = self._here()
 
     def _make(self) -> tuple[list[Prompt], _Place]:
-        batch = [self._prompts[row] for row in self._order.next_batch()]
+        batch = [self.prompts[row] for row in self._order.next_batch()]
         return batch, self._here()
 
     def _here(self) -> _Place:

@@ -44,7 +44,7 @@ def test_holds_only_what_differs_from_its_parent(file: Path) -> None:
 
 def test_a_repeated_value_would_be_found() -> None:
     assert defaults(ExperimentConfig)["actor.optim.lr"] == 1e-6
-    assert "data.train_files" not in defaults(ExperimentConfig)  # has no default
+    assert "data.train_batch_size" not in defaults(ExperimentConfig)  # has no default
     assert leaves({"a": {"b": 1, "c": [2]}}) == {"a.b": 1, "a.c": [2]}
 
 

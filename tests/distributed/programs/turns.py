@@ -102,8 +102,8 @@ class Wrong(Watched):
 def whole_run(trainer: PPOTrainer) -> list[str]:
     """The diary of a run of two steps with evaluations, and of its end."""
     diary: list[str] = []
-    trainer.rollout.engine = Watched(trainer.rollout.engine, diary)  # type: ignore[assignment]
-    score, close = trainer.reward.score, trainer.reward.close
+    trainer.collector.rollout.engine = Watched(trainer.collector.rollout.engine, diary)  # type: ignore[assignment]
+    score, close = trainer.collector.reward.score, trainer.collector.reward.close
     update = trainer.actor.update
 
     def noted(note: str, call: Any) -> Any:
@@ -113,8 +113,8 @@ def whole_run(trainer: PPOTrainer) -> list[str]:
 
         return noting
 
-    trainer.reward.score = noted("score", score)  # type: ignore[method-assign]
-    trainer.reward.close = noted("close rewards", close)  # type: ignore[method-assign]
+    trainer.collector.reward.score = noted("score", score)  # type: ignore[method-assign]
+    trainer.collector.reward.close = noted("close rewards", close)  # type: ignore[method-assign]
     trainer.actor.update = noted("update", update)  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
@@ -124,9 +124,12 @@ def whole_run(trainer: PPOTrainer) -> list[str]:
 def switches(trainer: PPOTrainer, mesh: Mesh, times: int, check_every: int, steps: int) -> dict[str, Any]:
     """Metrics and diary of switches at steps 1, 2, … with an engine that is wrong `times` times on the last rank."""
     diary: list[str] = []
-    engine, model = trainer.rollout.engine, trainer.actor.engine.model.module
-    trainer.rollout.engine = Wrong(engine, diary, model, times, mesh.world_size - 1)  # type: ignore[assignment]
-    switch = WeightSwitch(trainer.rollout, trainer.actor, trainer.prompts, mesh, check_every=check_every, limit=1e-3)
+    engine, model = trainer.collector.rollout.engine, trainer.actor.engine.model.module
+    trainer.collector.rollout.engine = Wrong(engine, diary, model, times, mesh.world_size - 1)  # type: ignore[assignment]
+    collector = trainer.collector
+    switch = WeightSwitch(
+        collector.rollout, trainer.actor, collector.feed.prompts, mesh, check_every=check_every, limit=1e-3
+    )
     metrics: list[dict[str, float]] = []
     error = None
     try:
@@ -135,17 +138,17 @@ def switches(trainer: PPOTrainer, mesh: Mesh, times: int, check_every: int, step
             switch.to_training()
     except WeightSwitchError as mistake:
         error = str(mistake)
-    trainer.rollout.engine = engine
+    trainer.collector.rollout.engine = engine
     return {"metrics": metrics, "diary": diary, "error": error}
 
 
 def samples(trainer: PPOTrainer, mesh: Mesh) -> list[list[Any]]:
     """(position, token ids, log-probs, text) of this rank's part of a step."""
     positions = trainer.plan.positions_of(mesh.dp_rank)
-    prompts = [trainer.prompts[row] for row in (3, 1, 7, 5)]
-    trainer.rollout.sync_weights()
-    drawn = trainer.rollout.generate(prompts, positions, 4)
-    trainer.rollout.release()
+    prompts = [trainer.collector.feed.prompts[row] for row in (3, 1, 7, 5)]
+    trainer.collector.rollout.sync_weights()
+    drawn = trainer.collector.rollout.generate(prompts, positions, 4)
+    trainer.collector.rollout.release()
     return [
         [sample.position, list(sample.response_ids), list(sample.rollout_log_probs), sample.text] for sample in drawn
     ]
@@ -155,7 +158,7 @@ def run_layout(config_file: str, overrides: list[str], run_dir: Path) -> dict[st
     config = load_experiment(config_file, [*overrides, f"trainer.run_dir={run_dir}"])
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     trainer = build_ppo(config, mesh)
-    result: dict[str, Any] = {"engine": type(trainer.rollout.engine).__name__, "samples": samples(trainer, mesh)}
+    result: dict[str, Any] = {"engine": type(trainer.collector.rollout.engine).__name__, "samples": samples(trainer, mesh)}
     native = result["engine"] == "NativeRolloutEngine"
     if native:
         result["right"] = switches(trainer, mesh, times=0, check_every=2, steps=4)
