@@ -66,6 +66,9 @@ class RecordedRollouts:
         assert num_samples == 1 and sampling.temperature == 0
         return [self._sample(prompts[position], position, 0, 100 + stream[-1]) for position in positions]
 
+    def turn_metrics(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
+        return {}
+
     @staticmethod
     def _sample(prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:
         draw = random.Random(1000 * step + position)
