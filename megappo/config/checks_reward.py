@@ -11,18 +11,21 @@ from megappo.config.reward import RewardConfig, RewardPartConfig
 
 RULES = ("exact_match", "gsm8k", "math_verify")
 """Kinds that compare with an answer."""
-NEEDS = {"function": "function", "http": "url", "model": "path"}
+NEEDS = {"function": "function", "http": "url", "model": "path", "implicit": "policy"}
 """Kind → the setting that it needs, and that no other kind takes."""
 OF_KIND = {
-    "token_env": "http",
-    "batch_size": "http",
-    "max_concurrent": "http",
-    "retries": "http",
-    "tokenizer_path": "model",
-    "apply_chat_template": "model",
-    "micro_batch_size_per_gpu": "model",
+    "token_env": ("http",),
+    "batch_size": ("http",),
+    "max_concurrent": ("http",),
+    "retries": ("http",),
+    "tokenizer_path": ("model",),
+    "apply_chat_template": ("model",),
+    "micro_batch_size_per_gpu": ("model", "implicit"),
+    "reference": ("implicit",),
+    "beta": ("implicit",),
+    "at_end": ("implicit",),
 }
-"""Setting that may be left out → the only kind that reads it."""
+"""Setting that may be left out → the kinds that read it."""
 
 
 def reward_problems(config: ExperimentConfig) -> list[Problem]:
@@ -39,6 +42,8 @@ def reward_problems(config: ExperimentConfig) -> list[Problem]:
         problems += _kind_problems(path, part)
         if part.kind == "model" and part.path is not None:
             problems += _folder_problems(config, f"{path}.path", part.path)
+        if part.kind == "implicit":
+            problems += _implicit_problems(config, path, part)
         if part.kind in RULES and config.data.answer_key is None:
             reason = f"kind {part.kind} compares with an answer, and data.answer_key is null"
             remedy = "set data.answer_key to the column of the answer"
@@ -56,15 +61,18 @@ def _kind_problems(path: str, part: RewardPartConfig) -> list[Problem]:
     if part.kind == "model" and part.path is None:
         remedy = "for example models/my-reward-model"
         problems.append(Problem(f"{path}.path", None, "is missing, and kind model needs it", remedy))
+    if part.kind == "implicit" and part.policy is None:
+        remedy = "for example runs/my-dpo/hf/latest"
+        problems.append(Problem(f"{path}.policy", None, "is missing, and kind implicit needs it", remedy))
     for kind, setting in NEEDS.items():
         value = getattr(part, setting)
         if part.kind != kind and value is not None:
             reason, remedy = f"kind {part.kind} takes no {setting}", f"set kind to {kind}, or drop it"
             problems.append(Problem(f"{path}.{setting}", typed(value), reason, remedy))
-    for setting, kind in OF_KIND.items():
+    for setting, kinds in OF_KIND.items():
         value = getattr(part, setting)
-        if part.kind != kind and value != type(part).model_fields[setting].default:
-            reason = f"is for parts of kind {kind}, and this one is of kind {part.kind}"
+        if part.kind not in kinds and value != type(part).model_fields[setting].default:
+            reason = f"is for parts of kind {' or '.join(kinds)}, and this one is of kind {part.kind}"
             problems.append(Problem(f"{path}.{setting}", typed(value), reason, "leave it out"))
     return problems
 
@@ -89,11 +97,32 @@ def _url_problems(path: str, url: str | None) -> list[Problem]:
     return []
 
 
-def _folder_problems(config: ExperimentConfig, path: str, folder: str) -> list[Problem]:
-    """Whether there is a model that the training layout divides; a checkpoint has its configuration in `model`."""
+def _implicit_problems(config: ExperimentConfig, path: str, part: RewardPartConfig) -> list[Problem]:
+    """Whether the two policies are there and can read the actor's sequences; `model.path` is looked at elsewhere."""
+    problems: list[Problem] = []
+    for setting, folder in (("policy", part.policy), ("reference", part.reference)):
+        if folder is None:
+            continue
+        found = _folder_problems(config, f"{path}.{setting}", folder)
+        problems += found
+        positions = None if found else read_model_facts(_inside(folder)).max_positions
+        if positions is not None and positions < config.max_length:
+            reason = f"was made for {positions} tokens, and prompt and response have up to {config.max_length}"
+            remedy = "shorten data.max_prompt_length or data.max_response_length"
+            problems.append(Problem(f"{path}.{setting}", typed(folder), reason, remedy))
+    return problems
+
+
+def _inside(folder: str) -> str:
+    """Where a model's configuration is: a checkpoint has it in `model`."""
     inside = Path(folder) / "model"
+    return str(inside) if inside.is_dir() else folder
+
+
+def _folder_problems(config: ExperimentConfig, path: str, folder: str) -> list[Problem]:
+    """Whether there is a model that the training layout divides."""
     try:
-        facts = read_model_facts(str(inside) if inside.is_dir() else folder)
+        facts = read_model_facts(_inside(folder))
     except ModelFolderError as error:
         return [Problem(path, typed(folder), error.reason, error.remedy)]
     return model_parallel_problems(facts, folder, config.layout.tp, config.layout.pp)

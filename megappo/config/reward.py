@@ -12,8 +12,9 @@ class RewardPartConfig(Section):
 
     name: str = Field(min_length=1, examples=["correct"])
     """Name in the metrics: `reward/parts/<name>`."""
-    kind: Literal["exact_match", "gsm8k", "math_verify", "function", "http", "model"]
-    """A rule by its name, a function of your own, a service behind HTTP, or a reward model."""
+    kind: Literal["exact_match", "gsm8k", "math_verify", "function", "http", "model", "implicit"]
+    """A rule by its name, a function of your own, a service behind HTTP, a reward model, or the implicit reward of a
+    policy that learned from preferences."""
     function: str | None = None
     """`module:function` for kind `function`: takes a sample, returns a float, one float a response token, or a
     Reward."""
@@ -37,7 +38,16 @@ class RewardPartConfig(Section):
     apply_chat_template: bool | None = None
     """Whether kind `model` reads the conversation through its tokenizer's chat template; null does where it has one."""
     micro_batch_size_per_gpu: int = Field(8, ge=1)
-    """Sequences of one forward of kind `model`."""
+    """Sequences of one forward of the kinds `model` and `implicit`."""
+    policy: str | None = None
+    """Kind `implicit`: Hugging Face folder or checkpoint of the policy that `trainer.kind: dpo` left."""
+    reference: str | None = None
+    """Kind `implicit`: the policy that DPO started from; `model.path` when null."""
+    beta: float = Field(0.1, gt=0)
+    """Kind `implicit`: the reward of a response token is β · (log π_policy − log π_reference); DPO's own β is
+    `dpo.beta`."""
+    at_end: bool = False
+    """Kind `implicit`: give the sum of a response's token rewards once, at its last token."""
 
 
 class OverlongBufferConfig(Section):

@@ -24,7 +24,7 @@ SumCounts = Callable[[list[int]], list[int]]
 
 INLINE_RULES: dict[str, RewardFunction] = {"exact_match": exact_match, "gsm8k": gsm8k}
 MAX_PROCESSES = 8
-NEEDED = {"function": "function", "url": "http", "path": "model"}
+NEEDED = {"function": "function", "url": "http", "path": "model", "policy": "implicit"}
 """Setting of a part → the kind that needs it, and the only one that takes it."""
 
 Outcome = Reward | FailedReward
@@ -134,7 +134,8 @@ class RewardScorer:
         sum_over_ranks: SumCounts | None = None,
         models: Mapping[str, Sequence[Outcome]] | None = None,
     ) -> ScoredBatch:
-        """Scores of `samples`, in their order. `models`: the outcomes of parts of kind `model`, by their names.
+        """Scores of `samples`, in their order. `models`: the outcomes of parts that models on the ranks score, by
+        their names.
 
         A part that raises or takes over `reward.timeout_seconds` on a sample counts as failed there and contributes
         `reward.failed_score`. Raises RewardError, on all ranks alike if `sum_over_ranks` is given, where more than
@@ -171,7 +172,9 @@ class RewardScorer:
     def _part_outcomes(
         self, part: RewardPartConfig, samples: Sequence[RolloutSample], keys: Sequence[int]
     ) -> list[Outcome]:
-        assert part.kind != "model", f"the scores of part {part.name!r} are computed on the ranks of its model"
+        assert part.kind not in ("model", "implicit"), (
+            f"the scores of part {part.name!r} are computed on the ranks of its model"
+        )
         if part.kind in INLINE_RULES:
             return [_inline(INLINE_RULES[part.kind], part.name, index, sample) for index, sample in enumerate(samples)]
         if part.name in self._services:

@@ -1,6 +1,9 @@
-"""The reward models of a `reward` section, built on the ranks of the training layout."""
+"""The models of a `reward` section, built on the ranks of the training layout; a section without any builds none."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.reward import RewardConfig, RewardPartConfig
@@ -8,21 +11,28 @@ from megappo.data.conversation import ConversationEncoder
 from megappo.data.tokenizer import load_tokenizer
 from megappo.engines.training import ModelEngine
 from megappo.errors import DataError
+from megappo.models.build import read_model
 from megappo.models.families.decoder import SCORE
 from megappo.models.hf_folder import SafetensorsReader
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
-from megappo.workers.reward import RewardWorker
+from megappo.workers.implicit_reward import ImplicitReward
+from megappo.workers.policy import LogProbs
+from megappo.workers.reward import RewardWorker, ScoringModel
 from megappo.workers.reward_model import RewardModel
 
 
 def build_reward_worker(config: ExperimentConfig, section: RewardConfig, mesh: Mesh) -> RewardWorker:
-    """The worker of one `reward` section, with its reward models in the type and layers of section `model`."""
+    """The worker of one `reward` section, with its models in the type and layers of section `model`."""
+    builders: dict[str, Callable[[ExperimentConfig, RewardPartConfig, str, Mesh], ScoringModel]] = {
+        "model": _reward_model,
+        "implicit": _implicit_reward,
+    }
     models = {
-        part.name: _reward_model(config, part, f"reward.parts.{index}", mesh)
+        part.name: builders[part.kind](config, part, f"reward.parts.{index}", mesh)
         for index, part in enumerate(section.parts)
-        if part.kind == "model"
+        if part.kind in builders
     }
     return RewardWorker(section, mesh, models)
 
@@ -55,5 +65,37 @@ def _reward_model(config: ExperimentConfig, part: RewardPartConfig, where: str, 
         pad_id=spec.hf_config.get("pad_token_id"),
         vocab_size=spec.shape.vocab_size,
         max_positions=spec.shape.max_positions,
+        micro_batch_size=part.micro_batch_size_per_gpu,
+    )
+
+
+def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: str, mesh: Mesh) -> ImplicitReward:
+    """Raises DataError where the two policies are none, or have not the actor's tokens."""
+    assert part.policy is not None, "checked by require_sound"
+    vocab_size = read_model(Path(config.model.path)).shape.vocab_size
+
+    def engine(setting: str, path: str) -> ModelEngine:
+        source = PolicySource.of(path)
+        if source.head != "lm":
+            raise DataError(f"{where}.{setting}: {path} is a reward model's checkpoint; give the one of a policy")
+        model, spec = source.load_any(
+            mesh, DTYPES[config.model.dtype], head="lm", layers=config.model.layers, experts=config.model.experts
+        )
+        if spec.shape.vocab_size != vocab_size:
+            raise DataError(
+                f"{where}.{setting}: {path} has a vocabulary of {spec.shape.vocab_size} tokens, and "
+                f"{config.model.path} one of {vocab_size}; the rewards are of the actor's own tokens, so give a policy of the same model"
+            )
+        return ModelEngine(model, mesh)
+
+    return ImplicitReward(
+        part=part.name,
+        policy=engine("policy", part.policy),
+        reference=engine("reference", part.reference or config.model.path),
+        log_probs=LogProbs(
+            mesh=mesh, vocab_size=vocab_size, temperature=1.0, chunk_tokens=config.actor.entropy_chunk_tokens
+        ),
+        beta=part.beta,
+        at_end=part.at_end,
         micro_batch_size=part.micro_batch_size_per_gpu,
     )

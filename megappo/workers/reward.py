@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from megappo.parallel.collectives import broadcast_object, gather_objects, sum_o
 from megappo.parallel.mesh import Mesh
 from megappo.rewards.build import RewardScorer, TooManyFailed, build_reward
 from megappo.rewards.reward import FailedReward, Reward, ScoredBatch
-from megappo.workers.reward_model import RewardModel
 
 # Rules that say right (1) or wrong (0), rather than how good.
 RULES = ("exact_match", "gsm8k", "math_verify")
@@ -35,15 +35,23 @@ class ScoredSamples:
         return torch.tensor(self.batch.scores, dtype=torch.float32)
 
 
+class ScoringModel(Protocol):
+    """A part of the reward that is computed on the model's ranks."""
+
+    def score(self, samples: Sequence[RolloutSample]) -> list[Reward | FailedReward]:
+        """One outcome a sample, the same on every rank of the model. A collective call over the world."""
+        ...
+
+
 class RewardWorker:
     """Scores on the first rank of each model-parallel group, so that no judge is asked twice and no two ranks differ;
     reward models score on all of their ranks.
 
     Imports the reward functions when built, on every rank, so that a wrong name fails at once everywhere. `models` has
-    the reward model of each part of kind `model`, by the part's name.
+    the model of each part of the kinds `model` and `implicit`, by the part's name.
     """
 
-    def __init__(self, config: RewardConfig, mesh: Mesh, models: Mapping[str, RewardModel] | None = None) -> None:
+    def __init__(self, config: RewardConfig, mesh: Mesh, models: Mapping[str, ScoringModel] | None = None) -> None:
         self._mesh = mesh
         self._models = dict(models or {})
         self._rules = [part.name for part in config.parts if part.kind in RULES]
