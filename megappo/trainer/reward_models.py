@@ -84,7 +84,8 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
         if spec.shape.vocab_size != vocab_size:
             raise DataError(
                 f"{where}.{setting}: {path} has a vocabulary of {spec.shape.vocab_size} tokens, and "
-                f"{config.model.path} one of {vocab_size}; the rewards are of the actor's own tokens, so give a policy of the same model"
+                f"{config.model.path} one of {vocab_size}; the rewards are of the actor's own tokens, so give a policy "
+                "of the same model"
             )
         return ModelEngine(model, mesh)
 
