@@ -29,7 +29,7 @@ from tests.support.tools import load_tool
 FOLDERS = ("megappo", "tests", "tools", "launch", "yaml", "docs", "requirements")
 MAKEFILE = ROOT / "Makefile"
 METRIC = re.compile(
-    r"(actor|critic|sft|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data)/[a-z0-9_]+"
+    r"(actor|critic|sft|dpo|reward_model|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data)/[a-z0-9_]+"
 )
 INTERNAL = {"rollout/weight", "rollout/weight_squared"}
 """Moments that `rollout/ess` is made of; they leave no trace in the metrics."""
@@ -178,7 +178,8 @@ def test_the_metrics_of_the_page_are_those_of_the_code() -> None:
     special = {name for name in told if "<" in name}
     assert told - special == metrics_of_the_code()
     assert "reward/parts/<name>" in special
-    evaluation = (ROOT / "megappo" / "trainer" / "evaluate.py").read_text()
+    files = (ROOT / "megappo" / "trainer" / name for name in ("evaluate.py", "pair_evaluation.py"))
+    evaluation = "".join(file.read_text() for file in files)
     keys = {name.rpartition("/")[2] for name in special if name.startswith("eval/<data set>/")}
     assert len(keys) == len(special) - 1
     assert all(f'"{key}":' in evaluation for key in keys)

@@ -17,6 +17,7 @@ from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.workers.scores import score_place, scored_batch
 from tests.support.tokenizers import char_ids, save_tokenizer
+from tests.support.tools import load_tool
 
 # (log π chosen, rejected, log π_ref chosen, rejected)
 PAIRS = [
@@ -167,3 +168,11 @@ def test_the_score_is_read_where_transformers_reads_it() -> None:
     assert score_place([5, 0], None) == 1
     batch = scored_batch([[5, 6, 0], [7]], pad_id=0)
     assert batch.response_mask.tolist() == [False, True, False, True]
+
+
+def test_pairs_of_the_demo() -> None:
+    """With and without a carry from the ones; by hand."""
+    pair = load_tool("make_demo_pairs").pair
+    assert pair("18+27=") == {"prompt": "18+27=", "chosen": "45", "rejected": "35"}
+    assert pair("12+34=") == {"prompt": "12+34=", "chosen": "46", "rejected": "47"}
+    assert pair("99+99=") == {"prompt": "99+99=", "chosen": "198", "rejected": "188"}
