@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megappo.cli.experiment import add_experiment, positive, read_arguments, refuse_unsound
@@ -48,7 +49,9 @@ def _read_data(config: ExperimentConfig) -> str:
         build_reward(config.reward).close()
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     data = config.data
-    loads: dict[str, Load] = {"ppo": load_prompts, "sft": load_supervised}
+    needs_answer = config.reward is None or config.reward.training_parts == config.reward.parts
+    load_training: Load = partial(load_prompts, needs_answer=needs_answer)
+    loads: dict[str, Load] = {"ppo": load_training, "sft": load_supervised}
     load: Load = loads.get(config.trainer.kind, load_preferences)
     # What learns from pairs is measured on pairs, a policy with a reward on its answers to prompts.
     has_pairs = config.trainer.kind == "reward_model" or (config.trainer.kind == "dpo" and config.reward is None)

@@ -48,6 +48,9 @@ def reward_problems(config: ExperimentConfig) -> list[Problem]:
             reason = f"kind {part.kind} compares with an answer, and data.answer_key is null"
             remedy = "set data.answer_key to the column of the answer"
             problems.append(Problem(f"{path}.kind", typed(part.kind), reason, remedy))
+    if config.trainer.kind == "ppo" and not config.reward.training_parts:
+        reason = "is true for every part, and training needs a reward"
+        problems.append(Problem("reward.parts.0.evaluation_only", "true", reason, "false, or add a part"))
     return problems + _shaping_problems(config, config.reward)
 
 

@@ -62,8 +62,8 @@ def _filter_problems(config: ExperimentConfig) -> list[Problem]:
     if config.algorithm.adv_estimator == "remax":
         reason = "remax compares with a greedy response, and learns from groups that don't differ too"
         problems.append(Problem(f"{path}.enable", "true", reason, "set it to false"))
-    names = ["score", *(part.name for part in config.reward.parts)]
-    if any(part.kind in RULES for part in config.reward.parts):
+    names = ["score", *(part.name for part in config.reward.training_parts)]
+    if any(part.kind in RULES for part in config.reward.training_parts):
         names.append("acc")
     if groups.metric not in names:
         reason = "is no score of this experiment" if groups.metric != "acc" else "no reward part is a rule"

@@ -20,6 +20,8 @@ class RewardPartConfig(Section):
     Reward."""
     weight: float = 1.0
     """Factor of this part in the score."""
+    evaluation_only: bool = False
+    """Measure responses to held-out prompts with this part, and leave it out of training."""
     url: str | None = None
     """Address of kind `http`, which gets a POST of a JSON batch: docs/rewards.md."""
     token_env: str | None = None
@@ -77,3 +79,8 @@ class RewardConfig(Section):
     clip_range: tuple[float, float] | None = None
     """Lowest and highest score, after normalisation."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+
+    @property
+    def training_parts(self) -> tuple[RewardPartConfig, ...]:
+        """The parts that training learns from."""
+        return tuple(part for part in self.parts if not part.evaluation_only)

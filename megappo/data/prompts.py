@@ -26,9 +26,16 @@ class SupervisedExample:
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Tokenizer, files: Sequence[str], max_samples: int | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    files: Sequence[str],
+    max_samples: int | None = None,
+    *,
+    needs_answer: bool = True,
 ) -> list[Prompt]:
     """The prompts of `files`, in file order; at most the first `max_samples` rows of each, counted before filtering.
+
+    `needs_answer`: a row without the column `data.answer_key` is refused; otherwise its prompt has no answer.
 
     Raises DataError (file and line, what to do) and ConfigError (settings that the tokenizer can't follow). How many
     prompts were left out or cut is logged.
@@ -36,7 +43,7 @@ def load_prompts(
     render = PromptRenderer(data, tokenizer)
     prompts: list[Prompt] = []
     for file in files:
-        found = prompts_of(file, read_rows(file, max_samples), data, tokenizer, render, needs_answer=True)
+        found = prompts_of(file, read_rows(file, max_samples), data, tokenizer, render, needs_answer=needs_answer)
         prompts += [prompt for prompt in found if prompt is not None]
     refuse_empty(prompts, data, files)
     return prompts

@@ -52,13 +52,14 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     prompts, feed = prompt_feed(config, tokenizer)
     total_steps, evaluation_sets = number_of_steps(config, feed), load_evaluation_sets(config, tokenizer)
     reward = reward_worker(config, mesh)
+    learned = reward.in_training()
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
     actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
     critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
-    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model, on_sample=reward.begin)
+    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin)
     scale_length = config.actor.loss_scale_length or config.data.max_response_length
     reference = reference_worker(config, mesh, spec, roles, actor)
     actor_worker = ActorWorker(
@@ -72,14 +73,12 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     switch = WeightSwitch(
         rollout, actor_worker, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
     )
-    baseline = greedy_baseline(config, rollout, reward, mesh)
-    collector = Collector(feed, plan, mesh, switch, rollout, reward, baseline)
+    baseline = greedy_baseline(config, rollout, learned, mesh)
+    collector = Collector(feed, plan, mesh, switch, rollout, learned, baseline)
     values = critic_worker(config, critic, scale_length)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     replayed = replay(config, mesh, values, advantages)
-    shaping = RewardShaping(
-        config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length
-    )
+    shaping = RewardShaping(config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length)
     return PPOTrainer(
         mesh=mesh,
         plan=plan,

@@ -93,7 +93,10 @@ def _loaded(
     config: ExperimentConfig, data: DataConfig, tokenizer: Tokenizer, files: Sequence[str], name: str | None
 ) -> Sequence[Prompt]:
     """Prompts of one set, whose source is the set's name where it has one."""
-    prompts = load_prompts(data, tokenizer, files, data.max_samples)
+    assert config.reward is not None, "checked by require_sound"
+    # What is only measured on held-out prompts has no say in what training prompts need.
+    needs_answer = config.reward.training_parts == config.reward.parts
+    prompts = load_prompts(data, tokenizer, files, data.max_samples, needs_answer=needs_answer)
     if name is not None:
         prompts = [dataclasses.replace(prompt, source=name) for prompt in prompts]
     if not data.prefetch:

@@ -56,6 +56,12 @@ class RewardWorker:
         self._models = dict(models or {})
         self._rules = [part.name for part in config.parts if part.kind in RULES]
         self._scorer: RewardScorer = build_reward(config)
+        self._in_training = self
+        if 0 < len(config.training_parts) < len(config.parts):
+            learned = config.model_copy(update={"parts": config.training_parts})
+            names = [part.name for part in learned.parts]
+            known = {name: model for name, model in self._models.items() if name in names}
+            self._in_training = RewardWorker(learned, mesh, known)
 
     def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
         """Raises RewardError on every rank where too many samples of the step fail."""
@@ -73,9 +79,15 @@ class RewardWorker:
         if self._mesh.is_group_leader:
             self._scorer.begin(sample)
 
+    def in_training(self) -> RewardWorker:
+        """The worker that training learns from: without the parts that only measure held-out prompts."""
+        return self._in_training
+
     def close(self) -> None:
         """Ends the reward processes."""
         self._scorer.close()
+        if self._in_training is not self:
+            self._in_training.close()
 
     def _score_here(
         self, samples: Sequence[RolloutSample], by_model: Mapping[str, Sequence[Reward | FailedReward]]

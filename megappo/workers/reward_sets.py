@@ -35,6 +35,10 @@ class SetRewards:
         """Like a `RewardWorker`."""
         self._workers[sample.prompt.source].begin(sample)
 
+    def in_training(self) -> SetRewards:
+        """As for a `RewardWorker`, which closes what it gives out."""
+        return SetRewards({name: worker.in_training() for name, worker in self._workers.items()})
+
     def of(self, name: str) -> RewardWorker:
         """The worker of one set."""
         return self._workers[name]
