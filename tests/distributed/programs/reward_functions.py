@@ -35,3 +35,8 @@ def buggy(sample: RolloutSample) -> float:
 def buggy_for_second_half(sample: RolloutSample) -> float:
     """A bug that only the second data-parallel rank meets."""
     return spread(sample) if sample.position < 4 else buggy(sample)
+
+
+def parity(sample: RolloutSample) -> float:
+    """Two values, so that the responses to a prompt are often worth the same."""
+    return float(sum(sample.response_ids) % 2)

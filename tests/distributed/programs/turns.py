@@ -158,7 +158,10 @@ def run_layout(config_file: str, overrides: list[str], run_dir: Path) -> dict[st
     config = load_experiment(config_file, [*overrides, f"trainer.run_dir={run_dir}"])
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     trainer = build_ppo(config, mesh)
-    result: dict[str, Any] = {"engine": type(trainer.collector.rollout.engine).__name__, "samples": samples(trainer, mesh)}
+    result: dict[str, Any] = {
+        "engine": type(trainer.collector.rollout.engine).__name__,
+        "samples": samples(trainer, mesh),
+    }
     native = result["engine"] == "NativeRolloutEngine"
     if native:
         result["right"] = switches(trainer, mesh, times=0, check_every=2, steps=4)
