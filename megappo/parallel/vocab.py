@@ -21,17 +21,21 @@ def vocab_parallel_log_probs(
     tp_group: ProcessGroup | None,
     chunk_tokens: int,
     with_entropy: bool,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log softmax(logits / temperature)[target], entropy of that softmax) in nats, each `[tokens]` float32.
 
-    `logits` [tokens, padded vocab / tp]: this rank's columns, of any float type. `targets` [tokens] int64: ids in the
-    whole vocabulary, the same on all ranks of `tp_group` (None is one rank). Columns of ids ≥ `vocab_size` are padding:
-    they get no probability and no gradient. `chunk_tokens` bounds the float32 copy. Without `with_entropy` the entropy
-    is zeros. float64 logits give float64 results. The gradient is in the logits' type.
+    `logits` [rows, padded vocab / tp]: this rank's columns, of any float type. `targets` [tokens] int64: ids in the
+    whole vocabulary, the same on all ranks of `tp_group` (None is one rank). `rows` [tokens] int64 is the row of each
+    target's logits, no row twice; None is row by row. Rows that are not named are not read and get no gradient, without
+    a copy of the others. Columns of ids ≥ `vocab_size` are padding: they get no probability and no gradient.
+    `chunk_tokens` bounds the float32 copy. Without `with_entropy` the entropy is zeros. float64 logits give float64
+    results. The gradient is in the logits' type.
     """
-    assert logits.dim() == 2 and targets.shape == logits.shape[:1], "logits are [tokens, vocab / tp], targets [tokens]"
+    rows = _all_rows(logits) if rows is None else rows
+    assert logits.dim() == 2 and targets.shape == rows.shape, "logits are [rows, vocab / tp], one target a row"
     log_probs, entropy = _VocabParallelLogProbs.apply(
-        logits, targets, vocab_size, temperature, tp_group, chunk_tokens, with_entropy
+        logits, rows, targets, vocab_size, temperature, tp_group, chunk_tokens, with_entropy
     )
     return log_probs, entropy
 
@@ -46,6 +50,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: Tensor,
+        rows: Tensor,
         targets: Tensor,
         vocab_size: int,
         temperature: float,
@@ -54,13 +59,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         columns = _Columns(logits, vocab_size, temperature, tp_group)
-        tokens = logits.shape[0]
+        tokens = rows.shape[0]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         log_probs = torch.zeros(tokens, dtype=dtype, device=logits.device)
         entropy, log_normalizer = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            scaled = columns.scaled(logits[chunk], dtype)
+            scaled = columns.scaled(logits[rows[chunk]], dtype)
             log_normalizer[chunk] = columns.log_normalizer(scaled)
             log_probs[chunk] = columns.at_targets(scaled, targets[chunk]) - log_normalizer[chunk]
             if with_entropy:
@@ -69,7 +74,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
                 probabilities = log_p.exp()
                 expected = log_p.masked_fill_(columns.is_padding, 0.0).mul_(probabilities).sum(dim=1)
                 entropy[chunk] = -columns.sum(expected)
-        ctx.save_for_backward(logits, targets, log_normalizer, entropy)
+        ctx.save_for_backward(logits, rows, targets, log_normalizer, entropy)
         ctx.columns, ctx.chunk_tokens, ctx.with_entropy = columns, chunk_tokens, with_entropy
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -77,21 +82,21 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        logits, targets, log_normalizer, entropy = ctx.saved_tensors
+        logits, rows, targets, log_normalizer, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
         grad_log_probs, grad_entropy = grads
-        grad_logits = torch.empty_like(logits)
-        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+        grad_logits = torch.zeros_like(logits)
+        for start in range(0, rows.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            log_p = columns.scaled(logits[chunk], log_normalizer.dtype).sub_(log_normalizer[chunk, None])
+            log_p = columns.scaled(logits[rows[chunk]], log_normalizer.dtype).sub_(log_normalizer[chunk, None])
             probabilities = log_p.exp()
             grad = probabilities * -grad_log_probs[chunk, None]
             columns.add_at_targets(grad, targets[chunk], grad_log_probs[chunk])
             if ctx.with_entropy:
                 slope = log_p.masked_fill_(columns.is_padding, 0.0).add_(entropy[chunk, None])
                 grad.sub_(slope.mul_(probabilities).mul_(grad_entropy[chunk, None]))
-            grad_logits[chunk] = grad.div_(columns.temperature)
-        return grad_logits, None, None, None, None, None, None
+            grad_logits[rows[chunk]] = grad.div_(columns.temperature).to(grad_logits.dtype)
+        return grad_logits, None, None, None, None, None, None, None
 
 
 def vocab_parallel_kl(
@@ -102,14 +107,18 @@ def vocab_parallel_kl(
     temperature: float,
     tp_group: ProcessGroup | None,
     chunk_tokens: int,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Σ_v π(v) (log π(v) − log π_ref(v)) of each token, in nats, `[tokens]` float32; the gradient is `logits`' alone.
 
-    Both [tokens, padded vocab / tp]: this rank's columns of the two models' logits for the same tokens. The rest as in
+    Both [rows, padded vocab / tp]: this rank's columns of the two models' logits for the same tokens. The rest as in
     `vocab_parallel_log_probs`.
     """
     assert logits.shape == ref_logits.shape, "policy and reference have the same columns of the same tokens"
-    kl: Tensor = _VocabParallelKL.apply(logits, ref_logits.detach(), vocab_size, temperature, tp_group, chunk_tokens)
+    kl: Tensor = _VocabParallelKL.apply(
+        logits, ref_logits.detach(), _all_rows(logits) if rows is None else rows, vocab_size, temperature, tp_group,
+        chunk_tokens,
+    )  # fmt: skip
     return kl
 
 
@@ -121,6 +130,7 @@ class _VocabParallelKL(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         ref_logits: Tensor,
+        rows: Tensor,
         vocab_size: int,
         temperature: float,
         tp_group: ProcessGroup | None,
@@ -128,30 +138,36 @@ class _VocabParallelKL(torch.autograd.Function):
     ) -> Tensor:
         columns = _Columns(logits, vocab_size, temperature, tp_group)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        kl = torch.zeros(logits.shape[0], dtype=dtype, device=logits.device)
-        normalizers = torch.zeros(2, logits.shape[0], dtype=dtype, device=logits.device)
-        for start in range(0, logits.shape[0], chunk_tokens):
+        kl = torch.zeros(rows.shape[0], dtype=dtype, device=logits.device)
+        normalizers = torch.zeros(2, rows.shape[0], dtype=dtype, device=logits.device)
+        for start in range(0, rows.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            for row, part in enumerate((logits, ref_logits)):
-                normalizers[row, chunk] = columns.log_normalizer(columns.scaled(part[chunk], dtype))
-            log_p, difference = columns.log_p_and_difference(logits[chunk], ref_logits[chunk], normalizers[:, chunk])
+            parts = logits[rows[chunk]], ref_logits[rows[chunk]]
+            for model, part in enumerate(parts):
+                normalizers[model, chunk] = columns.log_normalizer(columns.scaled(part, dtype))
+            log_p, difference = columns.log_p_and_difference(*parts, normalizers[:, chunk])
             kl[chunk] = columns.sum(difference.mul_(log_p.exp_()).sum(dim=1))
-        ctx.save_for_backward(logits, ref_logits, normalizers, kl)
+        ctx.save_for_backward(logits, ref_logits, rows, normalizers, kl)
         ctx.columns, ctx.chunk_tokens = columns, chunk_tokens
         return kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        logits, ref_logits, normalizers, kl = ctx.saved_tensors
+        logits, ref_logits, rows, normalizers, kl = ctx.saved_tensors
         columns: _Columns = ctx.columns
         (grad_kl,) = grads
-        grad_logits = torch.empty_like(logits)
-        for start in range(0, logits.shape[0], ctx.chunk_tokens):
+        grad_logits = torch.zeros_like(logits)
+        for start in range(0, rows.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            log_p, slope = columns.log_p_and_difference(logits[chunk], ref_logits[chunk], normalizers[:, chunk])
+            parts = logits[rows[chunk]], ref_logits[rows[chunk]]
+            log_p, slope = columns.log_p_and_difference(*parts, normalizers[:, chunk])
             slope.sub_(kl[chunk, None]).mul_(log_p.exp_()).mul_(grad_kl[chunk, None])
-            grad_logits[chunk] = slope.div_(columns.temperature)
-        return grad_logits, None, None, None, None, None
+            grad_logits[rows[chunk]] = slope.div_(columns.temperature).to(grad_logits.dtype)
+        return grad_logits, None, None, None, None, None, None
+
+
+def _all_rows(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[0], device=logits.device)
 
 
 class _Columns:

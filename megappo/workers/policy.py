@@ -35,13 +35,14 @@ class LogProbs:
         """(log_probs, entropy). The logits before a token give both, so row t - 1 is read for token t."""
         mask = micro.response_mask[:, 1:]
         log_probs, entropies = vocab_parallel_log_probs(
-            logits[:, :-1][mask],
+            logits.flatten(0, 1),
             micro.token_ids[:, 1:][mask],
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             tp_group=self.mesh.tp_group,
             chunk_tokens=self.chunk_tokens,
             with_entropy=entropy,
+            rows=_rows_before(mask),
         )
         return _at_tokens(log_probs, mask), _at_tokens(entropies, mask)
 
@@ -50,12 +51,13 @@ class LogProbs:
         [b, s, vocab / tp]."""
         mask = micro.response_mask[:, 1:]
         kl = vocab_parallel_kl(
-            logits[:, :-1][mask],
-            ref_logits[:, :-1][mask],
+            logits.flatten(0, 1),
+            ref_logits.flatten(0, 1),
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             tp_group=self.mesh.tp_group,
             chunk_tokens=self.chunk_tokens,
+            rows=_rows_before(mask),
         )
         return _at_tokens(kl, mask)
 
@@ -70,6 +72,11 @@ def global_denominators(minibatch: ExperienceBatch, mesh: Mesh) -> Denominators:
     """Response tokens and sequences of a minibatch, of which every data-parallel rank gives its part."""
     mask = minibatch.padded(minibatch.response_mask)
     return Denominators.of(mask).reduced(sum_over(mesh.dp_group, mesh.device))
+
+
+def _rows_before(mask: Tensor) -> Tensor:
+    """Where the logits of the true places of mask [b, s - 1] stand among b · s flat rows: a token's before it."""
+    return torch.nn.functional.pad(mask, (0, 1)).flatten().nonzero()[:, 0]
 
 
 def _at_tokens(selected: Tensor, mask: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.parallel.vocab import vocab_parallel_log_probs
+from megappo.parallel.vocab import vocab_parallel_kl, vocab_parallel_log_probs
 
 
 def one_rank(logits: Tensor, targets: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -85,3 +85,29 @@ def test_float32_exists_for_one_chunk_at_a_time() -> None:
         log_probs, entropy = one_rank(logits, torch.zeros(64, dtype=torch.int64), chunk_tokens=8)
         (log_probs + entropy).sum().backward()
     assert seen.elements == 8 * 32
+
+
+@pytest.mark.parametrize("with_kl", [False, True])
+def test_named_rows_alone_are_read(with_kl: bool) -> None:
+    """The others hold NaN, and have a gradient of 0."""
+    generator = torch.Generator().manual_seed(1)
+    rows, targets = torch.tensor([5, 0, 3]), torch.tensor([1, 2, 0])
+    whole = torch.full((6, 4), torch.nan, dtype=torch.float64)
+    whole[rows] = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+    reference = torch.randn(6, 4, dtype=torch.float64, generator=generator)
+
+    def result(logits: Tensor, other: Tensor, named: Tensor | None) -> Tensor:
+        if with_kl:
+            return vocab_parallel_kl(
+                logits, other, vocab_size=4, temperature=1.0, tp_group=None, chunk_tokens=2, rows=named
+            )
+        return torch.stack(one_rank(logits, targets, chunk_tokens=2, rows=named))
+
+    inputs, selected = whole.clone().requires_grad_(), whole[rows].clone().requires_grad_()
+    found, expected = result(inputs, reference, rows), result(selected, reference[rows], None)
+    found.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(found, expected)
+    assert inputs.grad is not None and selected.grad is not None
+    assert torch.equal(inputs.grad[rows], selected.grad)
+    assert inputs.grad[[1, 2, 4]].eq(0).all()
