@@ -6,6 +6,7 @@ import sys
 from megappo.config.checks import check_experiment
 from megappo.config.load import LoadedExperiment, read_experiment
 from megappo.config.problem import Severity, raise_errors
+from megappo.config.stages import read_stage
 from megappo.launcher.environment import is_joined, joined_world_size, own_rank
 from megappo.launcher.world import count_gpus, local_world_size
 
@@ -13,6 +14,7 @@ from megappo.launcher.world import count_gpus, local_world_size
 def add_experiment(parser: argparse.ArgumentParser) -> None:
     """FILE and its overrides."""
     parser.add_argument("file", metavar="FILE", help="experiment file, for example yaml/demo_cpu.yaml")
+    parser.add_argument("--stage", metavar="NAME", help="of a file with stages, this one alone")
     parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings laid over the file")
 
 
@@ -34,7 +36,10 @@ def positive(text: str) -> int:
 
 def read_arguments(arguments: argparse.Namespace, *more_overrides: str) -> LoadedExperiment:
     """The experiment of the command line; raises ConfigError."""
-    return read_experiment(arguments.file, [*arguments.overrides, *more_overrides])
+    overrides = [*arguments.overrides, *more_overrides]
+    if arguments.stage is not None:
+        return read_stage(arguments.file, overrides, arguments.stage)
+    return read_experiment(arguments.file, overrides)
 
 
 def world_size(loaded: LoadedExperiment, nproc: int | None) -> int:

@@ -6,8 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.cli.stages import Stages
 from megappo.config.checkpoint_folder import checkpoint_to_resume, latest_checkpoint
+from megappo.config.load import LoadedExperiment
 from megappo.config.requests import TrainRequest
+from megappo.config.stages import has_stages
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.start import run_on_ranks
 
@@ -22,8 +25,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Checks the experiment, makes its folder, and runs it on ranks; returns what they end with. Raises UserError."""
-    loaded = read_arguments(arguments, *(["trainer.resume=auto"] if arguments.resume else []))
-    num_ranks = world_size(loaded, arguments.nproc)
+    more = ["trainer.resume=auto"] if arguments.resume else []
+    if arguments.stage is None and has_stages(arguments.file):
+        stages = Stages(arguments.file, [*arguments.overrides, *more], arguments.nproc)
+        return stages.run(partial(run_experiment, nproc=arguments.nproc))
+    return run_experiment(read_arguments(arguments, *more), arguments.nproc)
+
+
+def run_experiment(loaded: LoadedExperiment, nproc: int | None) -> ExitCode:
+    """Runs one experiment; returns what its ranks end with."""
+    num_ranks = world_size(loaded, nproc)
     refuse_unsound(loaded, num_ranks)
     checkpoint_to_resume(loaded.config)  # refuses what can't be resumed before a rank is started
     trainer = loaded.config.trainer

@@ -18,6 +18,8 @@ from megappo.config.yaml_file import Document, parse_value, read_yaml, write_yam
 from megappo.errors import ConfigError
 
 BASE = "base"
+STAGES = "stages"
+"""Of a file of several runs: `stages.py`."""
 COMMAND_LINE = "command line"
 
 
@@ -40,15 +42,23 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 def read_experiment(path: str | Path, overrides: Sequence[str] = ()) -> LoadedExperiment:
     """Like `load_experiment`, with the file and line of every value."""
-    document = _read_with_bases(Path(path), ())
-    problems = [problem for override in overrides for problem in _apply_override(document, override)]
+    document = read_with_bases(Path(path))
+    if STAGES in document.values:
+        names = ", ".join(document.values[STAGES] or ())
+        raise ConfigError(f"{path}: has stages ({names}) and is no single experiment; name one with --stage")
+    return validated(document, [problem for override in overrides for problem in apply_override(document, override)])
+
+
+def validated(document: Document, problems: Sequence[Problem] = ()) -> LoadedExperiment:
+    """The typed experiment of a document; raises one ConfigError with all its mistakes and the `problems`."""
     config: ExperimentConfig | None = None
+    found = list(problems)
     try:
         # JSON mode is strict where YAML is typed: `tp: "2"` and `tp: true` are mistakes, a list is a tuple.
         config = ExperimentConfig.model_validate_json(json.dumps(document.values), strict=True)
     except ValidationError as error:
-        problems += problems_of(error, ExperimentConfig)
-    raise_errors(problems, document.locations)
+        found += problems_of(error, ExperimentConfig)
+    raise_errors(found, document.locations)
     assert config is not None, "a configuration without problems was validated"
     return LoadedExperiment(config, document.locations)
 
@@ -58,7 +68,7 @@ def to_yaml(config: ExperimentConfig) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-def _read_with_bases(path: Path, children: tuple[Path, ...]) -> Document:
+def read_with_bases(path: Path, children: tuple[Path, ...] = ()) -> Document:
     """The file's mapping on top of its base's, and so on up; `children` are the files that led here."""
     document = read_yaml(path)
     base = document.values.pop(BASE, None)
@@ -74,12 +84,12 @@ def _read_with_bases(path: Path, children: tuple[Path, ...]) -> Document:
         raise ConfigError(f"base: {base} ({where}): the files inherit from each other in a circle: {circle}")
     if not base_path.is_file():
         raise ConfigError(f"base: {base} ({where}): {base_path} does not exist; the path is relative to {path.parent}")
-    parent = _read_with_bases(base_path, chain)
-    _merge(parent, document)
+    parent = read_with_bases(base_path, chain)
+    merge(parent, document)
     return parent
 
 
-def _merge(parent: Document, child: Document) -> None:
+def merge(parent: Document, child: Document) -> None:
     """Lays the child's values over the parent's: mappings merge, everything else is replaced, lists included."""
 
     def lay(below: dict[str, Any], above: dict[str, Any], prefix: str) -> None:
@@ -95,7 +105,7 @@ def _merge(parent: Document, child: Document) -> None:
     parent.locations.update(child.locations)
 
 
-def _apply_override(document: Document, override: str) -> list[Problem]:
+def apply_override(document: Document, override: str) -> list[Problem]:
     """Sets one `a.b=c` in the document; a number in the path is the place in a list."""
     path, equals, text = override.partition("=")
     path = path.strip()

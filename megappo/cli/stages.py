@@ -1,0 +1,81 @@
+"""`megappo train FILE` of a file with stages: one run after another, going on at the stage where it stopped."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.cli.experiment import world_size
+from megappo.config.checks import check_experiment
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.load import LoadedExperiment
+from megappo.config.problem import raise_errors
+from megappo.config.stages import read_stages
+from megappo.config.yaml_file import read_yaml
+from megappo.errors import ConfigError, ExitCode
+from megappo.launcher.environment import is_joined
+
+RunOne = Callable[[LoadedExperiment], ExitCode]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a file, with the command line's overrides and number of ranks."""
+
+    file: str
+    overrides: Sequence[str]
+    nproc: int | None
+
+    def run(self, run_one: RunOne) -> ExitCode:
+        """Checks all stages, then runs those that are not done; returns the first exit code that is not 0.
+
+        Raises ConfigError before the first stage where a later one could not run either.
+        """
+        if is_joined():
+            raise ConfigError(
+                f"{self.file}: has stages, and ranks that torchrun or srun started run a single one; start them once "
+                "for each, with --stage NAME"
+            )
+        for loaded in read_stages(self.file, self.overrides, as_planned=True).values():
+            raise_errors(check_experiment(loaded.config, world_size(loaded, self.nproc)), loaded.locations)
+        stages = read_stages(self.file, self.overrides)
+        done = [name for name, loaded in stages.items() if is_done(loaded.config)]
+        for name, loaded in stages.items():
+            where = loaded.config.trainer.run_dir
+            if name in done:
+                print(f"stage {name}: done in {where}", flush=True)
+                continue
+            print(f"stage {name}: {where}", flush=True)
+            code = run_one(loaded)
+            if code is not ExitCode.DONE:
+                return code
+        return ExitCode.DONE
+
+
+def is_done(config: ExperimentConfig) -> bool:
+    """Whether the stage's folder holds its finished run.
+
+    Raises ConfigError where it holds a run of other settings, or any run at all while `trainer.resume` is `never`.
+    """
+    folder = Path(config.trainer.run_dir)
+    status, saved = folder / "status.json", folder / "config.yaml"
+    if not status.is_file():
+        return False
+    if config.trainer.resume == "never":
+        raise ConfigError(
+            f"trainer.run_dir: {folder} holds a run already; go on at the stage where it stopped with --resume, or "
+            "choose another folder"
+        )
+    is_finished: bool = json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
+    if is_finished and _learned(read_yaml(saved).values) != _learned(config.model_dump(mode="json")):
+        raise ConfigError(
+            f"trainer.run_dir: {folder} holds a finished run of other settings (config.yaml there), which later stages "
+            "would build on; choose another folder"
+        )
+    return is_finished
+
+
+def _learned(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the one that says how to go on."""
+    return settings | {"trainer": {key: value for key, value in settings["trainer"].items() if key != "resume"}}
