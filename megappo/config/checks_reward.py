@@ -7,10 +7,8 @@ from megappo.config.checks_layout import model_parallel_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, typed
-from megappo.config.reward import RewardConfig, RewardPartConfig
+from megappo.config.reward import RULES, RewardConfig, RewardPartConfig
 
-RULES = ("exact_match", "gsm8k", "math_verify")
-"""Kinds that compare with an answer."""
 NEEDS = {"function": "function", "http": "url", "model": "path", "implicit": "policy"}
 """Kind → the setting that it needs, and that no other kind takes."""
 OF_KIND = {

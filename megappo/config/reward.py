@@ -6,6 +6,9 @@ from pydantic import Field
 
 from megappo.config.base import Section
 
+RULES = ("exact_match", "gsm8k", "math_verify")
+"""Kinds that compare with an answer, and say right (1) or wrong (0) rather than how good."""
+
 
 class RewardPartConfig(Section):
     """One part of the score."""

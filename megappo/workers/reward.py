@@ -9,16 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megappo.config.reward import RewardConfig
+from megappo.config.reward import RULES, RewardConfig
 from megappo.errors import RewardError
 from megappo.experience.sample import RolloutSample
 from megappo.parallel.collectives import broadcast_object, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.rewards.build import RewardScorer, TooManyFailed, build_reward
 from megappo.rewards.reward import FailedReward, Reward, ScoredBatch
-
-# Rules that say right (1) or wrong (0), rather than how good.
-RULES = ("exact_match", "gsm8k", "math_verify")
 
 
 @dataclass(frozen=True)

@@ -40,3 +40,8 @@ def buggy_for_second_half(sample: RolloutSample) -> float:
 def parity(sample: RolloutSample) -> float:
     """Two values, so that the responses to a prompt are often worth the same."""
     return float(sum(sample.response_ids) % 2)
+
+
+def each_token(sample: RolloutSample) -> list[float]:
+    """A reward for each token, which differ."""
+    return [0.01 * (token % 5) for token in sample.response_ids]
