@@ -1,5 +1,7 @@
 """Rules about prompt sets, replay, dynamic sampling, turns, and what the best checkpoint is."""
 
+from pathlib import Path
+
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.problem import Problem, typed
 
@@ -42,12 +44,31 @@ def experience_problems(config: ExperimentConfig) -> list[Problem]:
 
 
 def _replay_problems(config: ExperimentConfig) -> list[Problem]:
-    estimator = config.algorithm.adv_estimator
-    if not config.replay.size or estimator in GROUP_FREE:
+    settings, estimator = config.replay, config.algorithm.adv_estimator
+    if not settings.size and not settings.pairs:
         return []
-    reason = f"draws are single sequences, and algorithm.adv_estimator {estimator} compares the responses to a prompt"
-    remedy = f"set it to 0, or the estimator to {' or '.join(GROUP_FREE)}"
-    return [Problem("replay.size", typed(config.replay.size), reason, remedy)]
+    problems = []
+    path, value, off = (
+        ("replay.size", typed(settings.size), "set it to 0")
+        if settings.size
+        else ("replay.pairs", typed(list(settings.pairs)), "leave it out")
+    )
+    if estimator not in GROUP_FREE:
+        reason = (
+            f"draws are single sequences, and algorithm.adv_estimator {estimator} compares the responses to a prompt"
+        )
+        problems.append(Problem(path, value, reason, f"{off}, or the estimator to {' or '.join(GROUP_FREE)}"))
+    if settings.pairs and settings.size:
+        reason = "draws come from replay.pairs, and with replay.size from a buffer"
+        problems.append(Problem("replay.size", typed(settings.size), reason, "set it to 0, or leave the pairs out"))
+    if settings.pairs and config.data.sets:
+        reason = "has pairs of no prompt set, and data.sets have rewards of their own"
+        problems.append(Problem("replay.pairs", typed(list(settings.pairs)), reason, "use data.train_files"))
+    for index, file in enumerate(settings.pairs):
+        if not file.startswith("hub:") and not Path(file.rpartition("@")[0] or file).exists():
+            remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
+            problems.append(Problem(f"replay.pairs.{index}", typed(file), "there is no such file", remedy))
+    return problems
 
 
 def _filter_problems(config: ExperimentConfig) -> list[Problem]:

@@ -23,15 +23,16 @@ from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import plan_batches
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.baseline import GreedyBaseline, NoBaseline
-from megappo.trainer.build_experience import prompt_feed, replay, reward_worker, with_dynamic_sampling
+from megappo.trainer.build_experience import pair_samples, prompt_feed, replay, reward_worker, with_dynamic_sampling
 from megappo.trainer.checkpoint import SavedRole
 from megappo.trainer.collect import Collector
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
 from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
 from megappo.trainer.loop import Evaluates, Loop, LoopParts
+from megappo.trainer.pair_replay import PairReplay, with_log_probs
 from megappo.trainer.ppo import PPOTrainer
 from megappo.trainer.prompt_sets import load_evaluation_sets
-from megappo.trainer.replay import Replay
+from megappo.trainer.replay import NoReplay, Replay
 from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.actor import ActorWorker, KLTerm, estimated_kl, exact_kl
@@ -57,6 +58,8 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
+    offline = pair_samples(config, tokenizer)
+    refuse_foreign_tokens(((*one.prompt.token_ids, *one.response_ids) for one in offline), config, spec)
     actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
     critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
     rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin)
@@ -77,8 +80,13 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     collector = Collector(feed, plan, mesh, switch, rollout, learned, baseline)
     values = critic_worker(config, critic, scale_length)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
-    replayed = replay(config, mesh, values, advantages)
     shaping = RewardShaping(config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length)
+    replayed: Replay | PairReplay | NoReplay = replay(config, mesh, values, advantages)
+    if offline:
+        replayed = PairReplay(
+            with_log_probs(offline, actor_worker, mesh), config.replay, mesh, learned, shaping, reference, values,
+            advantages, num_sequences=plan.sequences, seed=config.trainer.seed,
+        )  # fmt: skip
     return PPOTrainer(
         mesh=mesh,
         plan=plan,
@@ -212,7 +220,7 @@ def greedy_baseline(
 
 def refuse_foreign_tokens(sequences: Iterable[Sequence[int]], config: ExperimentConfig, spec: ModelSpec) -> None:
     """DataError where the tokenizer gives tokens that the model lacks, which its padding would hide."""
-    highest = max(max(sequence) for sequence in sequences)
+    highest = max((max(sequence) for sequence in sequences), default=0)
     if highest >= spec.shape.vocab_size:
         raise DataError(
             f"{config.model.tokenizer_folder}: its tokenizer gives token {highest}, and the vocabulary of "

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import PromptFeed
+from megappo.data.preferences import load_preferences
 from megappo.data.tokenizer import Tokenizer
 from megappo.experience.replay import ReplayBuffer
-from megappo.experience.sample import Prompt
+from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.collect import Collector, GroupFilter
+from megappo.trainer.pair_replay import offline_samples
 from megappo.trainer.prompt_sets import set_rewards, training_prompts
 from megappo.trainer.replay import NoReplay, Replay
 from megappo.trainer.reward_models import build_reward_worker
@@ -61,6 +63,12 @@ def reward_worker(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | SetRew
 def with_dynamic_sampling(config: ExperimentConfig, collector: Collector) -> Collector | GroupFilter:
     groups = config.algorithm.filter_groups
     return GroupFilter(collector, groups) if groups.enable else collector
+
+
+def pair_samples(config: ExperimentConfig, tokenizer: Tokenizer) -> list[RolloutSample]:
+    """The responses of `replay.pairs`, none where there are no such files."""
+    files = config.replay.pairs
+    return offline_samples(load_preferences(config.data, tokenizer, files), tokenizer.eos_ids) if files else []
 
 
 def replay(

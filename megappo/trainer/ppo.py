@@ -15,6 +15,7 @@ from megappo.trainer.collect import Collector, GroupFilter
 from megappo.trainer.experience_metrics import experience_metrics, global_tokens
 from megappo.trainer.loop import Loop
 from megappo.trainer.minibatches import minibatches
+from megappo.trainer.pair_replay import PairReplay
 from megappo.trainer.replay import NoReplay, Replay
 from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker, NoCritic
@@ -34,7 +35,7 @@ class PPOTrainer:
     critic: CriticWorker | NoCritic
     reference: ReferenceWorker | NoReference
     advantages: AdvantagePhase
-    replay: Replay | NoReplay
+    replay: Replay | PairReplay | NoReplay
     loop: Loop
     seed: int
     max_response_length: int

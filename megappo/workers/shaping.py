@@ -34,16 +34,24 @@ class RewardShaping:
         self._moments = RunningMoments()
         self._penalties = torch.zeros(0, dtype=torch.float64)
 
-    def batch(self, samples: Sequence[RolloutSample], scored: ScoredSamples) -> ExperienceBatch:
-        """The batch of a step's samples with `scores` and `token_scores`. A collective call over dp ranks."""
+    def batch(
+        self, samples: Sequence[RolloutSample], scored: ScoredSamples, *, is_fresh: bool = True
+    ) -> ExperienceBatch:
+        """The batch of a step's samples with `scores` and `token_scores`. A collective call over dp ranks.
+
+        Samples that the policy did not make now are not `is_fresh`: they leave the moments and metrics as they are, and
+        the call is no collective one.
+        """
         scores = torch.tensor(scored.batch.scores, dtype=torch.float64)
-        if self._config.normalize != "none":
-            self._moments.update(scores, self._over_ranks)
-        self._penalties = self._overlong(samples)
+        penalties = self._overlong(samples)
+        if is_fresh:
+            self._penalties = penalties
+            if self._config.normalize != "none":
+                self._moments.update(scores, self._over_ranks)
         batch = ExperienceBatch.from_samples(samples)
         if batch.baseline_scores is not None:
             batch = batch.fill(baseline_scores=self._scaled(batch.baseline_scores.double()).float())
-        shaped = self._scaled(scores) - self._penalties
+        shaped = self._scaled(scores) - penalties
         return batch.fill(scores=shaped.float(), token_scores=token_scores(samples, scored))
 
     def metrics(self) -> dict[str, float]:
