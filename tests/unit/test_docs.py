@@ -29,7 +29,7 @@ from tests.support.tools import load_tool
 FOLDERS = ("megappo", "tests", "tools", "launch", "yaml", "docs", "requirements")
 MAKEFILE = ROOT / "Makefile"
 METRIC = re.compile(
-    r"(actor|critic|sft|dpo|reward_model|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data)/[a-z0-9_]+"
+    r"(actor|critic|sft|dpo|reward_model|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data|replay|filter_groups)/[a-z0-9_]+"
 )
 INTERNAL = {"rollout/weight", "rollout/weight_squared"}
 """Moments that `rollout/ess` is made of; they leave no trace in the metrics."""
@@ -171,17 +171,24 @@ def test_reward_functions_of_the_pages_score() -> None:
     assert (reward.score, reward.details) == (0.2, {"lines": 2})
 
 
+def test_the_environment_of_the_page_answers() -> None:
+    guess = examples(ROOT / "docs" / "multi-turn.md")["Guess"](make_sample("", answer="50").prompt)
+    assert (guess.answer("is it 30?").text, guess.answer("60?").text) == (" more", " less")
+    assert guess.answer("50?") is None and guess.answer("fifty?") is None
+
+
 def test_the_metrics_of_the_page_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "semantics.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| ((?:`[^`]+/[^`]+`(?:, )?)+) \|", page.partition("## Metrics")[2], re.MULTILINE)
     told = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     special = {name for name in told if "<" in name}
     assert told - special == metrics_of_the_code()
-    assert "reward/parts/<name>" in special
+    parts = {"reward/parts/<name>", "reward/sets/<name>"}
+    assert parts < special
     files = (ROOT / "megappo" / "trainer" / name for name in ("evaluate.py", "pair_evaluation.py"))
     evaluation = "".join(file.read_text() for file in files)
     keys = {name.rpartition("/")[2] for name in special if name.startswith("eval/<data set>/")}
-    assert len(keys) == len(special) - 1
+    assert len(keys) == len(special - parts)
     assert all(f'"{key}":' in evaluation for key in keys)
 
 
