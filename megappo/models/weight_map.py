@@ -75,7 +75,7 @@ class Rule:
                 block, size = (*block, Segment(None, 0, padding)), size + padding
             assert size % tp == 0, f"{size} rows of {self.names[0]} do not divide over {tp} TP ranks"
             share = size // tp
-            pieces += _cut(block, tp_rank * share, (tp_rank + 1) * share)
+            pieces += cut(block, tp_rank * share, (tp_rank + 1) * share)
         return tuple(_joined(pieces))
 
     @property
@@ -123,7 +123,7 @@ class WeightMap:
         return {name: rule for rule in self.rules for name in rule.names}
 
 
-def _cut(block: Block, start: int, stop: int) -> Iterator[Segment]:
+def cut(block: Block, start: int, stop: int) -> Iterator[Segment]:
     """The segments of rows `start` … `stop - 1` of a block."""
     offset = 0
     for segment in block:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megappo.models.weight_map import Block, Rule, Segment, Shape, WeightMap, padded_vocab_size
+from megappo.models.weight_map import Block, Rule, Segment, Shape, WeightMap, cut, padded_vocab_size
 
 LAYER = "{layer}"
 EXPERT = "{expert}"
@@ -155,16 +155,6 @@ def shard_segments(rule: Rule, tp: int, tp_rank: int) -> tuple[Segment, ...]:
         share = sum(segment.length for segment in block) // tp
         pieces += cut(block, tp_rank * share, (tp_rank + 1) * share)
     return tuple(pieces)
-
-
-def cut(block: Block, start: int, stop: int) -> Iterator[Segment]:
-    """The segments of rows `start` … `stop - 1` of a block."""
-    offset = 0
-    for segment in block:
-        low, high = max(start - offset, 0), min(stop - offset, segment.length)
-        if low < high:
-            yield segment.part(low, high)
-        offset += segment.length
 
 
 @dataclass(frozen=True)
