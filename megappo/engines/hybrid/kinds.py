@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megappo.models.weight_map import Block, Rule, Segment, Shape, WeightMap, cut, padded_vocab_size
+from megappo.models.weight_map import EXPERT, Block, Rule, Segment, Shape, WeightMap, cut, padded_vocab_size
 
 LAYER = "{layer}"
-EXPERT = "{expert}"
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 

@@ -7,10 +7,10 @@ times), gate and up as two; the experts of a layer are `w13_weight` [experts, 2 
 from collections.abc import Sequence
 
 from megappo.config.grid import GenerationGrid
-from megappo.engines.hybrid.kinds import EXPERT, Kind, Kinds, shard_segments
+from megappo.engines.hybrid.kinds import Kind, Kinds, shard_segments
 from megappo.engines.hybrid.targets import Target, linear_experts
 from megappo.models.families.base import ModelShape
-from megappo.models.weight_map import Segment
+from megappo.models.weight_map import EXPERT, Segment
 
 _RENAMED = (
     (f"experts.{EXPERT}.gate_proj.weight", "experts.w13_weight"),
