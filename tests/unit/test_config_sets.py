@@ -1,0 +1,54 @@
+"""Rules about prompt sets, replay, dynamic sampling, turns and the best checkpoint: each message."""
+# ruff: noqa: E501  a line of a table is one case, with the whole message
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_config_checks import found
+
+ONE = "data.sets=[{name: a, files: [F/train.jsonl]}]"
+GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=2"]
+FILTER = ["algorithm.filter_groups.enable=true", "rollout.n=2"]
+TURNS = "rollout.multi_turn.enable=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["data.train_files=[]"], "error data.train_files: is missing, and there are no data.sets"),
+        ([ONE], "both it and data.sets have prompts"),
+        (["data.train_files=[]", ONE, "trainer.kind=sft"], "error data.sets: trainer.kind sft learns from data.train_files"),
+        (["data.train_files=[]", "data.sets=[{name: a, files: [F/train.jsonl]}, {name: a, files: [F/train.jsonl]}]"], 'error data.sets.1.name: "a": another set has this name; for example a_1'),
+        (["data.train_files=[]", "data.sets=[{name: a, files: [F/train.jsonl], reward: [style]}]"], 'error data.sets.0.reward.0: "style": no reward part has this name; one of correct'),
+        (["data.train_files=[]", "data.sets=[{name: a, files: [F/nowhere.jsonl]}]"], "error data.sets.0.files.0: "),
+        ([*GRPO, "replay.size=8"], "error replay.size: 8: draws are single sequences, and algorithm.adv_estimator grpo compares the responses to a prompt"),
+        (["algorithm.filter_groups.enable=true"], "error algorithm.filter_groups.enable: true: a group of rollout.n 1 response never differs; set rollout.n to 2"),
+        ([*FILTER, "algorithm.filter_groups.metric=speed"], 'error algorithm.filter_groups.metric: "speed": is no score of this experiment; one of score, correct, acc'),
+        ([*FILTER, "algorithm.adv_estimator=remax"], "error algorithm.filter_groups.enable: true: remax compares with a greedy response"),
+        ([TURNS], "error rollout.multi_turn.environment: is missing, and rollout.multi_turn.enable needs it; for example megappo.environments.calculator:Calculator"),
+        ([TURNS, "rollout.multi_turn.environment=calculator"], 'error rollout.multi_turn.environment: "calculator": has to be of the form module:class'),
+        (["trainer.best_metric=reward/score"], 'error trainer.best_metric: "reward/score": has to be a metric of the evaluation; for example eval/val/exact_match'),
+        (["trainer.best_metric=eval/val/reward"], "error trainer.best_metric: \"eval/val/reward\": there is nothing to evaluate"),
+        (["trainer.evaluation.n=2", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,4]"], "error trainer.evaluation.pass_at.1: 4: has to be between 1 and trainer.evaluation.n 2; for example 2, or set n to 4"),
+    ],
+)  # fmt: skip
+def test_messages(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    problems = found(tmp_path, *(word.replace("F/", f"{tmp_path}/") for word in overrides))
+    assert any(expected in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_files=[]", "data.sets=[{name: a, files: [F/train.jsonl], reward: [correct]}]"],
+        ["replay.size=8"],
+        [*FILTER, "algorithm.filter_groups.metric=acc"],
+        [*FILTER, "algorithm.filter_groups.metric=correct", *GRPO],
+        [TURNS, "rollout.multi_turn.environment=my_project.envs:Game"],
+        ["trainer.best_metric=eval/train/reward", "data.val_files=[F/train.jsonl]", "trainer.evaluation.n=4", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,2]"],
+    ],
+)  # fmt: skip
+def test_what_is_allowed_passes(tmp_path: Path, overrides: list[str]) -> None:
+    problems = found(tmp_path, *(word.replace("F/", f"{tmp_path}/") for word in overrides))
+    assert not [problem for problem in problems if problem.startswith("error")]
