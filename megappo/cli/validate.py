@@ -43,12 +43,17 @@ def _read_data(config: ExperimentConfig) -> str:
     from megappo.data.preferences import load_preferences
     from megappo.data.prompts import load_prompts, load_supervised
     from megappo.data.tokenizer import load_tokenizer
+    from megappo.environments.load import load_environment
     from megappo.rewards.build import build_reward
 
     if config.reward is not None:
         build_reward(config.reward).close()
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    if config.rollout.multi_turn.enable:
+        load_environment(str(config.rollout.multi_turn.environment))
     data = config.data
+    if data.sets:
+        return _read_sets(config)
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
     needs_answer = config.reward is None or config.reward.training_parts == config.reward.parts
     load_training: Load = partial(load_prompts, needs_answer=needs_answer)
     loads: dict[str, Load] = {"ppo": load_training, "sft": load_supervised}
@@ -65,3 +70,15 @@ def _read_data(config: ExperimentConfig) -> str:
     num_val = len(load_held_out(data, tokenizer, data.val_files, data.max_val_samples)) if data.val_files else 0
     steps = num_train // data.train_batch_size
     return f"data    {num_train} for training ({steps} steps an epoch), {num_val} held out"
+
+
+def _read_sets(config: ExperimentConfig) -> str:
+    """Reads every prompt set and its held-out prompts as the run will."""
+    from megappo.data.tokenizer import load_tokenizer
+    from megappo.trainer.prompt_sets import load_evaluation_sets, training_prompts
+
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    loaded, order = training_prompts(config, tokenizer)
+    num_val = sum(map(len, load_evaluation_sets(config, tokenizer).values()))
+    sizes = ", ".join(f"{len(prompts)} of {one.name}" for one, prompts in zip(config.data.sets, loaded, strict=True))
+    return f"data    {sizes} for training ({order.steps_per_epoch} steps draw as many), {num_val} held out"
