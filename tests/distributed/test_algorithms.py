@@ -19,7 +19,7 @@ VARIANTS = {
     "rloo": "algorithm.adv_estimator=rloo,actor.ppo_mini_batch_size=1,actor.ppo_micro_batch_size_per_gpu=1,"
     "algorithm.normalize_scores=true,algorithm.rollout_correction.rollout_is=sequence,actor.loss_agg_mode=seq-mean-token-mean",
     "vapo": "algorithm.adv_estimator=vapo,trainer.critic_warmup=1,actor.target_kl_per_step=1e-9,actor.ppo_epochs=2,"
-    "algorithm.lam_length_alpha=0.5,algorithm.rollout_correction.rollout_is=icepop",
+    "algorithm.lam_length_alpha=0.5,algorithm.rollout_correction.rollout_is=icepop,actor.entropy_decay_steps=100",
 }
 # `grpo` has everything that reads the vocabulary's shards.
 LAYOUTS = {"grpo": {"dp2": "", "tp2": "layout.tp=2"}, "remax": {"dp2": ""}, "rloo": {"dp2": ""}, "vapo": {"dp2": ""}}
@@ -86,12 +86,14 @@ def test_the_entropy_bonus_decays_over_optimizer_steps(metrics: Metrics) -> None
     assert coefficients == pytest.approx([0.01 * 0.75, 0.01 * 0.5 / 4, 0.0])
 
 
-def test_a_critic_warms_up_alone(metrics: Metrics) -> None:
-    """And two epochs of two minibatches end after the second update, which sees that the first moved the policy."""
+def test_a_critic_warms_up_alone_and_updates_end_when_the_policy_has_moved(metrics: Metrics) -> None:
+    """Of four minibatches the first is on-policy, and the second sees that the first moved the policy: two are taken,
+    which the decay of the entropy bonus counts."""
     assert [("actor/pg_loss" in line, "critic/vf_loss" in line) for line in metrics["vapo"]] == [
         (False, True), (True, True), (True, True)
     ]  # fmt: skip
-    for line in metrics["vapo"][1:]:
+    for line, updates in zip(metrics["vapo"][1:], ((0, 1), (2, 3)), strict=True):
+        assert line["actor/entropy_coeff"] == pytest.approx(0.01 * (1 - sum(updates) / 2 / 100))
         assert 0 < line["actor/ppo_kl_k3"] < 1
 
 
