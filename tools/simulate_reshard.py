@@ -128,7 +128,7 @@ def count(totals: Totals, planner: Planner, rank: int, received: list[Transfer],
         totals.sent_by_senders[rank] = sum(transfer.num_elements for transfer in sent) * planner.element_bytes
     totals.received.append(sum(transfer.num_elements for transfer in moved) * planner.element_bytes)
     totals.transfers += len(received)
-    totals.account += account_of(planner, rank)
+    totals.account += account_of(planner, rank, received)
 
 
 def print_result(planner: Planner, grid: GenerationGrid, totals: Totals, options: argparse.Namespace) -> None:

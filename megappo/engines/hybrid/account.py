@@ -11,12 +11,12 @@ c is 2 for a tied embedding in more than one stage, which the last stage has a c
 are means over the stages: the embedding lies in the first stage alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from megappo.engines.hybrid.kinds import Kind
-from megappo.engines.hybrid.plan import Planner, Way
+from megappo.engines.hybrid.plan import Planner, Transfer, Way
 from megappo.models.weight_map import WeightClass
 
 CLASSES: tuple[WeightClass, ...] = ("dense", "experts", "vocabulary", "replicated")
@@ -72,10 +72,10 @@ class Account:
         return sum(self.classes.values(), ClassBytes())
 
 
-def account_of(planner: Planner, rank: int) -> Account:
-    """What the plan of one rank moves and what the rank holds."""
+def account_of(planner: Planner, rank: int, transfers: Iterable[Transfer] | None = None) -> Account:
+    """What the plan of one rank moves and what the rank holds; `transfers`: what it receives, where that is known."""
     account = Account()
-    for transfer in planner.receives(rank):
+    for transfer in planner.receives(rank) if transfers is None else transfers:
         held = account.classes[transfer.weight_class]
         nbytes = transfer.num_elements * planner.element_bytes
         if transfer.way is Way.ALIAS:

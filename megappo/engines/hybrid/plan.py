@@ -130,6 +130,7 @@ class Planner:
         # By a target's identity, which is kept alive beside: to hash its rows takes longer than to look them up.
         self._spans: dict[int, tuple[Target, tuple[_Span, ...]]] = {}
         self._parts_of: dict[tuple[int, int], list[_Part]] = {}
+        self._held: dict[tuple[int, int, int], tuple[Sequence[Target], list[tuple[Target, list[_Part]]]]] = {}
 
     def shards_of(self, kind: Kind) -> int:
         """Ranks that a training parameter's (one expert's) rows are cut over."""
@@ -151,19 +152,36 @@ class Planner:
     def receives(self, rank: int, source_rank: int | None = None) -> Iterator[Transfer]:
         """Everything that the parameters of `rank` are made of, in an order that depends on the engine alone; with
         `source_rank` only what that rank holds for it."""
-        own_stage = self.training.stage(rank)
+        if source_rank is not None:
+            yield from self._sent(source_rank, rank)
+            return
         for target in self.targets.of(rank):
-            parts = self._parts(target, rank)
-            if source_rank is not None:
-                place = source_rank % self.training.stage_size
-                parts = [part for part in parts if part.source_place == place]
-            for layer in target.layers if parts else ():
-                for part in parts:
-                    stages = self.stages_of(part.kind, layer)
-                    stage = own_stage if own_stage in stages else stages[0]
-                    source = stage * self.training.stage_size + part.source_place
-                    if source_rank is None or source == source_rank:
-                        yield self._transfer(part, target, layer, source, rank)
+            yield from self._of_target(target, self._parts(target, rank), rank, None)
+
+    def _of_target(
+        self, target: Target, parts: Sequence[_Part], rank: int, source_rank: int | None
+    ) -> Iterator[Transfer]:
+        """`parts` of `target` in all layers; with `source_rank` in those of its stage that it serves `rank` with."""
+        own_stage, stage_size = self.training.stage(rank), self.training.stage_size
+        for layer in target.layers:
+            for part in parts:
+                stages = self.stages_of(part.kind, layer)
+                stage = own_stage if own_stage in stages else stages[0]
+                source = stage * stage_size + part.source_place
+                if source_rank is None or source == source_rank:
+                    yield self._transfer(part, target, layer, source, rank)
+
+    def _sent(self, source_rank: int, rank: int) -> Iterator[Transfer]:
+        """What one rank holds for another."""
+        targets, size = self.targets.of(rank), self.training.stage_size
+        # Most ranks have nothing for most others; those of one place in their stages ask for the same.
+        key = (id(targets), rank % size, source_rank % size)
+        if key not in self._held:
+            parts = [(target, self._parts(target, rank)) for target in targets]
+            served = [(target, [part for part in each if part.source_place == key[2]]) for target, each in parts]
+            self._held[key] = targets, [(target, each) for target, each in served if each]
+        for target, mine in self._held[key][1]:
+            yield from self._of_target(target, mine, rank, source_rank)
 
     def sends(self, rank: int) -> Iterator[Transfer]:
         """What `rank` sends to others, receiver by receiver; each receiver's in the order in which it receives them."""

@@ -52,14 +52,16 @@ class NativeTargets:
         self._kinds = kinds
         self._grid = grid
         self._cache: dict[tuple[int, tuple[int, ...]], tuple[Target, ...]] = {}
+        self._of_rank: dict[int, tuple[Target, ...]] = {}
 
     def of(self, rank: int) -> Sequence[Target]:
-        place = self._grid.tp_rank(rank)
-        members = self._grid.members(self._grid.replica(rank))
-        key = (place, tuple(self._grid.training.ep_rank(member) for member in members))
-        if key not in self._cache:
-            self._cache[key] = tuple(self._made(*key))
-        return self._cache[key]
+        if rank not in self._of_rank:
+            members = self._grid.members(self._grid.replica(rank))
+            key = (self._grid.tp_rank(rank), tuple(self._grid.training.ep_rank(member) for member in members))
+            if key not in self._cache:
+                self._cache[key] = tuple(self._made(*key))
+            self._of_rank[rank] = self._cache[key]
+        return self._of_rank[rank]
 
     def _made(self, place: int, ep_ranks: tuple[int, ...]) -> Sequence[Target]:
         targets = []
