@@ -8,6 +8,8 @@ from typing import Any
 from megappo.cli.experiment import add_experiment, positive, read_arguments, refuse_unsound
 from megappo.config.checks import data_parallel_size
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.load import LoadedExperiment
+from megappo.config.stages import has_stages, read_stages
 from megappo.errors import DataError, ExitCode
 from megappo.planner.explain import explain_batches
 
@@ -25,16 +27,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Raises UserError with every mistake; prints the split of the batches where there is none."""
-    loaded = read_arguments(arguments)
-    refuse_unsound(loaded, arguments.nproc)
-    dp = data_parallel_size(loaded.config, arguments.nproc)
+    if arguments.stage is None and has_stages(arguments.file):
+        for name, loaded in read_stages(arguments.file, arguments.overrides, as_planned=True).items():
+            print(f"stage {name}")
+            _validate(loaded, arguments.nproc, read_data=arguments.data)
+    else:
+        _validate(read_arguments(arguments), arguments.nproc, read_data=arguments.data)
+    print(f"{arguments.file} is valid")
+    return ExitCode.DONE
+
+
+def _validate(loaded: LoadedExperiment, nproc: int | None, *, read_data: bool) -> None:
+    refuse_unsound(loaded, nproc)
+    dp = data_parallel_size(loaded.config, nproc)
     print(explain_batches(loaded.config, dp or 1))
     if dp is None:
         print("        dp follows from the number of ranks; this is the split for dp 1 (--nproc N shows another)")
-    if arguments.data:
+    if read_data:
         print(_read_data(loaded.config))
-    print(f"{arguments.file} is valid")
-    return ExitCode.DONE
 
 
 def _read_data(config: ExperimentConfig) -> str:

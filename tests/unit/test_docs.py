@@ -18,6 +18,7 @@ from megappo.cli import main
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import load_experiment
 from megappo.config.messages import unknown_path
+from megappo.config.stages import has_stages, read_stages
 from megappo.config.yaml_file import read_yaml
 from megappo.rewards.function import as_reward
 from tests.support.experiments import write_experiment
@@ -73,7 +74,11 @@ def make_targets() -> set[str]:
 def check_megappo(arguments: list[str]) -> None:
     """The real parser takes the arguments; the experiment exists and its overrides fit."""
     parsed = main.parse(arguments)
-    if hasattr(parsed, "file"):
+    if not hasattr(parsed, "file"):
+        return
+    if has_stages(parsed.file):
+        assert parsed.stage is None or parsed.stage in read_stages(parsed.file, parsed.overrides)
+    else:
         load_experiment(parsed.file, parsed.overrides)
 
 
@@ -138,9 +143,9 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=name_of)
 def test_yaml_loads(block: Block, tmp_path: Path) -> None:
-    """A block with a base is the copy of a file in yaml/; any other is laid over a small experiment."""
+    """A block with a base or stages is the copy of a file in yaml/; any other is laid over a small experiment."""
     (tmp_path / "block.yaml").write_text(block.text)
-    if "base" in read_yaml(tmp_path / "block.yaml").values:
+    if {"base", "stages"} & read_yaml(tmp_path / "block.yaml").values.keys():
         copies = {file.name for file in (ROOT / "yaml").glob("*.yaml") if file.read_text() == block.text}
         assert copies, f"{block} is no longer the text of any file in yaml/"
         return

@@ -9,6 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import load_experiment
+from megappo.config.stages import has_stages, read_stages
 from megappo.config.yaml_file import read_yaml
 from megappo.planner.batch import plan_batches, plan_supervised
 from tests.support.ranks import ROOT
@@ -24,13 +25,14 @@ def name_of(file: Path) -> str:
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=name_of)
 def test_loads_and_divides(file: Path) -> None:
-    config = load_experiment(file)
-    if config.trainer.kind == "ppo":
-        plan = plan_batches(config, 1)
-        assert plan.sequences == config.data.train_batch_size * config.rollout.n
-        assert plan.actor.num_minibatches * plan.actor.sequences == plan.sequences
-    else:
-        assert plan_supervised(config, 1).sequences == config.data.train_batch_size
+    stages = [stage.config for stage in read_stages(file).values()] if has_stages(file) else [load_experiment(file)]
+    for config in stages:
+        if config.trainer.kind == "ppo":
+            plan = plan_batches(config, 1)
+            assert plan.sequences == config.data.train_batch_size * config.rollout.n
+            assert plan.actor.num_minibatches * plan.actor.sequences == plan.sequences
+        else:
+            assert plan_supervised(config, 1).sequences == config.data.train_batch_size
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -40,6 +42,10 @@ def test_holds_only_what_differs_from_its_parent(file: Path) -> None:
     inherited = defaults(ExperimentConfig) | (written_values(file.parent / base) if base else {})
     repeated = {path: value for path, value in leaves(values).items() if path in inherited and inherited[path] == value}
     assert not repeated, f"{file.name} repeats what {base or 'the default'} says"
+    for name, stage in values.get("stages", {}).items():
+        below = written_values(file.parent / stage.pop("base")) | leaves(values)
+        repeated = {path: value for path, value in leaves(stage).items() if path in below and below[path] == value}
+        assert not repeated, f"{file.name} repeats in stage {name} what its base or the file says"
 
 
 def test_a_repeated_value_would_be_found() -> None:
