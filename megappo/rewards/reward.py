@@ -61,6 +61,13 @@ class ScoredBatch:
     token_scores: list[tuple[float, ...] | None] | None = None
 
     @property
+    def totals(self) -> list[float]:
+        """The scores with the rewards of the sample's single tokens: all that a sample is worth."""
+        if self.token_scores is None:
+            return self.scores
+        return [score + sum(tokens or ()) for score, tokens in zip(self.scores, self.token_scores, strict=True)]
+
+    @property
     def num_failed(self) -> int:
         """Samples with at least one failed part: `reward/failed`."""
         return len({failure.index for failure in self.failed})

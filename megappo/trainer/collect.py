@@ -127,7 +127,7 @@ def group_values(lot: Collected, metric: str, n: int, mesh: Mesh) -> list[list[f
 
 def _values(scored: ScoredSamples, metric: str) -> Sequence[float]:
     if metric == "score":
-        return scored.batch.scores
+        return scored.batch.totals
     if metric == "acc":
         assert scored.right is not None, "checked by require_sound"
         return [float(right) for right in scored.right]

@@ -33,7 +33,7 @@ def _row(samples: Sequence[RolloutSample], scored: ScoredSamples, index: int) ->
         "prompt": sample.prompt.text,
         "response": sample.text,
         "answer": sample.prompt.answer,
-        "score": scored.batch.scores[index],
+        "score": scored.batch.totals[index],
         "parts": {name: value for name, values in scored.batch.parts.items() if not isnan(value := values[index])},
         "details": scored.batch.details[index],
         "prompt_tokens": len(sample.prompt.token_ids),
