@@ -28,7 +28,7 @@ ROLLOUT_BIN := $(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))
 WARM_START := runs/demo-warm-start/hf/latest
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-vllm demo test test-slow test-gpu test-vllm lint bench clean help
+.PHONY: setup setup-vllm demo demo-distill test test-slow test-gpu test-vllm lint bench clean help
 
 setup: $(INSTALLED)  ## make .venv with pinned versions (2 minutes the first time, then nothing)
 	@:
@@ -60,6 +60,11 @@ demo: setup $(ROLLOUT_SETUP)  ## teach a small model to add: data, warm start (b
 	@rm -rf runs/demo  # it starts anew
 	@$(ROLLOUT_BIN)/python -m megappo train yaml/demo_cpu.yaml trainer.seed=$(SEED) data.seed=$(SEED) \
 		rollout.engine=$(ROLLOUT) $(OVERRIDES)
+
+demo-distill: setup  ## preferences alone, on two ranks: supervised start, DPO, PPO with its token rewards (10 minutes on two cores)
+	@$(BIN)/python tools/make_demo.py
+	@$(BIN)/python tools/make_demo_pairs.py
+	@$(MEGAPPO) train yaml/demo_distill.yaml --resume $(OVERRIDES)
 
 test: lint  ## lint, then every test that is neither slow nor needs a GPU, vLLM or Ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu"
