@@ -84,6 +84,12 @@ def _ratio_problems(config: ExperimentConfig) -> Iterator[Problem]:
             )
             remedy = f"{'0' if name == 'top_k' else '1.0'}, or algorithm.rollout_correction.bypass_mode true"
             yield Problem(f"rollout.{name}", typed(getattr(rollout, name)), reason, remedy)
+    if config.algorithm.use_kl_in_reward and (rollout.top_k > 0 or rollout.top_p < 1):
+        reason = (
+            "the old log-probs are those of the truncated distribution (rollout.top_k, rollout.top_p), whose KL to the "
+            "reference is not 0 even where the policies are the same"
+        )
+        yield _warning("algorithm.use_kl_in_reward", True, reason, "put the KL in the loss: actor.use_kl_loss")
     path = "algorithm.rollout_correction"
     if correction.bypass_mode and correction.rollout_is is not None:
         reason = f"with {path}.bypass_mode the old log-probs are the engine's own, and every weight would be 1"

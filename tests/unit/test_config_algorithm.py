@@ -29,6 +29,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         (["algorithm.adv_estimator=reinforce_plus_plus_baseline"], "error rollout.n: 1: "),
         (["rollout.top_p=0.9"], "error rollout.top_p: 0.9: responses would come from a truncated distribution, whose probabilities the trainer does not compute: the ratio would be wrong; 1.0, or algorithm.rollout_correction.bypass_mode true"),
         (["rollout.top_k=50"], "error rollout.top_k: 50: responses would come from a truncated distribution"),
+        ([BYPASS, "rollout.top_p=0.9", "algorithm.use_kl_in_reward=true"], "warning algorithm.use_kl_in_reward: true: the old log-probs are those of the truncated distribution"),
         ([BYPASS, "algorithm.rollout_correction.rollout_is=token"], 'error algorithm.rollout_correction.rollout_is: "token": with algorithm.rollout_correction.bypass_mode the old log-probs are the engine\'s own, and every weight would be 1'),
         (["algorithm.rollout_correction.icepop_low=6"], "error algorithm.rollout_correction.icepop_low: 6.0: is above icepop_high 5; for example 0.5 and 5.0"),
         (["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"], 'error actor.kl_loss_type: "full": needs both models\' logits of a micro-batch at once, and layout.pp 2'),
