@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable, Sequence
 from typing import overload
 
@@ -13,12 +14,13 @@ from megappo.experience.sample import Prompt
 class TextPrompts(Sequence[Prompt]):
     """A sequence of prompts without their token ids, which are made again from the text at each look.
 
-    `renderer` must be the calling thread's own, or that of one thread: tokenizers are not made for several. Prompts
-    of `limit` tokens may have been cut, and a cut text can have other tokens: they keep theirs.
+    `renderer` is this object's own: several threads may ask, and tokenizers are not made for that. Prompts of `limit`
+    tokens may have been cut, and a cut text can have other tokens: they keep theirs.
     """
 
     def __init__(self, prompts: Iterable[Prompt], renderer: PromptRenderer, limit: int) -> None:
         self._renderer = renderer
+        self._one_at_a_time = threading.Lock()
         self._prompts = [
             prompt if len(prompt.token_ids) >= limit else dataclasses.replace(prompt, token_ids=())
             for prompt in prompts
@@ -39,5 +41,6 @@ class TextPrompts(Sequence[Prompt]):
         prompt = self._prompts[index]
         if prompt.token_ids:
             return prompt
-        (token_ids,) = self._renderer.encode([prompt.text])
+        with self._one_at_a_time:
+            (token_ids,) = self._renderer.encode([prompt.text])
         return dataclasses.replace(prompt, token_ids=tuple(token_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import overload
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import PromptFeed
@@ -36,8 +37,15 @@ class PromptChain(Sequence[Prompt]):
     def __iter__(self) -> Iterator[Prompt]:
         return chain.from_iterable(self._sets)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        assert isinstance(index, int), "prompts are asked for one by one"
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
         for prompts in self._sets:
             if index < len(prompts):
                 return prompts[index]

@@ -84,9 +84,11 @@ class GroupFilter:
         lots: list[Collected] = []
         kept: list[tuple[int, int]] = []
         uniform: list[tuple[int, int]] = []
+        total = 0.0
         while len(kept) < plan.prompts and not (config.max_num_gen_batches and len(lots) >= config.max_num_gen_batches):
             lot = self.collector.one_batch(step, len(lots))
             for prompt, values in enumerate(group_values(lot, config.metric, plan.n, mesh)):
+                total += sum(values)
                 (kept if min(values) < max(values) else uniform).append((len(lots), prompt))
             lots.append(lot)
         step.record(
@@ -94,6 +96,7 @@ class GroupFilter:
                 "filter_groups/num_gen_batches": float(len(lots)),
                 "filter_groups/kept": float(len(kept)),
                 "filter_groups/uniform": float(len(uniform)),
+                "filter_groups/metric": total / (plan.sequences * len(lots)),
             }
         )
         missing = plan.prompts - len(kept)
