@@ -6,7 +6,7 @@ tests/distributed.
 
 import itertools
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -116,9 +116,10 @@ def test_any_cut_gives_the_same_loss_and_gradient(mode: str, mean: str, kind: st
     assert max(worst) <= LIMIT, errors
 
 
-def test_the_loss_is_the_formula_in_float64() -> None:
-    """Token mean of the policy loss with its weights, entropy and k3, written out over the dense softmax."""
-    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5)
+@pytest.mark.parametrize("kind", ["low_var_kl", "full"])
+def test_the_loss_is_the_formula_in_float64(kind: Literal["low_var_kl", "full"]) -> None:
+    """Token mean of the policy loss with its weights, entropy and KL, written out over the dense softmax."""
+    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type=kind)
     loss, gradient = loss_and_gradient(config, 2, 2)
     dense = logits(1).double().requires_grad_()
     log_p = (dense[..., :VOCABULARY] / 0.8).log_softmax(-1)[:, :-1]
@@ -132,8 +133,11 @@ def test_the_loss_is_the_formula_in_float64() -> None:
     ratio = (x - old).exp()
     surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
     surrogate = torch.where(advantage < 0, torch.minimum(surrogate, -3 * advantage), surrogate)
-    k3 = ((ref - x).exp() - (ref - x) - 1).clamp(max=10)
-    expected = (weight * surrogate - 0.1 * entropy + 0.5 * k3).mean()
+    kl = ((ref - x).exp() - (ref - x) - 1).clamp(max=10)
+    if kind == "full":
+        log_q = (logits(2).double()[..., :VOCABULARY] / 0.8).log_softmax(-1)[:, :-1]
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)[mask]
+    expected = (weight * surrogate - 0.1 * entropy + 0.5 * kl).mean()
     (expected_gradient,) = torch.autograd.grad(expected, dense)
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert (gradient - expected_gradient).norm() <= 1e-6 * expected_gradient.norm()
