@@ -93,6 +93,9 @@ def _ppo_problems(config: ExperimentConfig) -> list[Problem]:
     if config.reward is None:
         remedy = "for example reward: {parts: [{name: correct, kind: exact_match}]}"
         problems.append(Problem("reward", None, "is missing, and trainer.kind ppo learns from it", remedy))
+    if config.model.use_remove_padding:
+        reason = "packs sequences in supervised and preference training, and trainer.kind ppo pads them"
+        problems.append(Problem("model.use_remove_padding", "true", reason, "set it to false"))
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         reason = "KL counts twice, in the loss and in the reward (algorithm.use_kl_in_reward)"
         problems.append(warning("actor.use_kl_loss", True, reason, "set one of the two to false if that is not meant"))

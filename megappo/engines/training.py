@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megappo.engines.optimizer import Optimizer
 from megappo.experience.micro import MicroBatch
+from megappo.experience.packed import PackedMicroBatch
 from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
 
@@ -84,7 +86,7 @@ class ModelEngine:
 
         def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
-            output = model(micro.token_ids, micro.position_ids, None)
+            output = model(micro.token_ids, micro.position_ids, None, **_packing(micro))
             # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
             return output, lambda out, non_loss_data=False: on_output(out, micro)
 
@@ -94,10 +96,23 @@ class ModelEngine:
             model=[self.model],
             num_microbatches=len(micros),
             seq_length=max(micro.length for micro in micros),
-            micro_batch_size=micros[0].num_sequences,
+            micro_batch_size=len(micros[0].token_ids),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+def _packing(micro: MicroBatch) -> dict[str, Any]:
+    """What tells the model where packed sequences begin and end."""
+    if not isinstance(micro, PackedMicroBatch):
+        return {}
+    ends = micro.boundaries
+    longest = int(ends.diff().max())
+    return {
+        "packed_seq_params": PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+    }
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from megappo.data.conversation import ConversationEncoder
 from megappo.data.preferences import PreferencePair, load_preferences
 from megappo.data.prompts import load_supervised
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.packed import packed_micro_batches
 from megappo.models.build import ModelSpec
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import plan_supervised
@@ -54,7 +56,7 @@ def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     task = SupervisedTask(mesh, examples, log_probs(config, mesh, spec, temperature=1.0))
     evaluates = _answers(config, mesh, data, spec, actor, reward) if reward is not None else None
     loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
-    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop)
+    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop, cut(config))
 
 
 def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
@@ -81,7 +83,7 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     else:
         evaluates = PairEvaluator(mesh, held_out_pairs, DPOMeasure(task, actor.engine, 2 * plan.micro_batch))
     loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
-    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop)
+    return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop, cut(config))
 
 
 def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
@@ -107,7 +109,12 @@ def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     loop = data.loop(
         config, mesh, spec, saved_roles(reward_model=model), evaluates, controller=None, exported_role="reward_model"
     )
-    return OfflineTrainer(mesh, plan, data.order, model.engine, task, loop)
+    return OfflineTrainer(mesh, plan, data.order, model.engine, task, loop, cut(config))
+
+
+def cut(config: ExperimentConfig) -> Callable[..., list[MicroBatch]]:
+    """What makes the micro-batches of updates."""
+    return packed_micro_batches if config.model.use_remove_padding else micro_batches
 
 
 def _evaluation_reward(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | None:

@@ -5,7 +5,7 @@ What is learned is a `Task`: `sft.py`, `reward_model.py`, `dpo.py`. The loop wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from megappo.data.iterate import PromptOrder
 from megappo.engines.training import Loss, TrainingEngine, UpdateReport
 from megappo.errors import ExitCode
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import micro_batches
+from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import MiniBatchPlan
 from megappo.trainer.experience_metrics import global_tokens
@@ -43,7 +43,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class OfflineTrainer:
-    """The loop of a task on the ranks of one training layout."""
+    """The loop of a task on the ranks of one training layout. `cut` makes padded or packed micro-batches."""
 
     mesh: Mesh
     plan: MiniBatchPlan
@@ -51,6 +51,7 @@ class OfflineTrainer:
     engine: TrainingEngine
     task: Task
     loop: Loop
+    cut: Callable[..., list[MicroBatch]] = micro_batches
 
     def fit(self) -> ExitCode:
         """Trains until the last step, or until a signal asks to stop."""
@@ -59,7 +60,7 @@ class OfflineTrainer:
         for step in self.loop.steps():
             batch = self.task.batch(self.order.next_batch()[mine], step)
             with step.phase("update_actor"):
-                micros = micro_batches(
+                micros = self.cut(
                     batch,
                     self.plan.micro_batch * self.task.sequences_per_row,
                     alignment=self.mesh.sequence_alignment,
