@@ -30,7 +30,7 @@ def part(text: str) -> str:
         (part("kind: gsm8k, path: a"), 'reward.parts.0.path: "a": kind gsm8k takes no path; set kind to model'),
         (part("kind: gsm8k, function: a:b"), "kind gsm8k takes no function; set kind to function, or drop it"),
         (part("kind: function, function: a:b, retries: 3"), "reward.parts.0.retries: 3: is for parts of kind http"),
-        (part("kind: gsm8k, micro_batch_size_per_gpu: 3"), "reward.parts.0.micro_batch_size_per_gpu: 3: is for parts of kind model"),
+        (part("kind: gsm8k, micro_batch_size_per_gpu: 3"), "micro_batch_size_per_gpu: 3: is for parts of kind model"),
         ("reward.clip_range=[1,-1]", "error reward.clip_range: [1.0, -1.0]: has to be a lower and a higher score"),
         ("reward.overlong_buffer={enable: true, len: 17}", "error reward.overlong_buffer.len: 17: is longer than"),
         ("model.use_remove_padding=true", "error model.use_remove_padding: true: packs sequences in supervised"),
