@@ -3,11 +3,13 @@
     python tools/make_demo_pairs.py [--assets runs/demo-assets]
 
 Needs the files of tools/make_demo.py. Additions without a carry are rejected one too high. Held-out pairs are those of
-the held-out additions.
+the held-out additions. `varied_pairs.jsonl` rejects four wrong sums of each addition: that one, two with a wrong digit
+somewhere, and one with a digit too few or too many. What was never rejected, a policy may come to like.
 """
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -25,7 +27,31 @@ def main(arguments: list[str] | None = None) -> int:
         lines = (json.dumps(pair(row["prompt"])) + "\n" for row in rows)
         (data / target).write_text("".join(lines), encoding="utf-8")
         print(f"{data / target}: {len(rows)} pairs")
+        if source == "train.jsonl":
+            rng = random.Random(0)
+            varied = [one for row in rows for one in varied_pairs(row["prompt"], rng)]
+            (data / "varied_pairs.jsonl").write_text(
+                "".join(json.dumps(one) + "\n" for one in varied), encoding="utf-8"
+            )
+            print(f"{data / 'varied_pairs.jsonl'}: {len(varied)} pairs")
     return 0
+
+
+def varied_pairs(prompt: str, rng: random.Random) -> list[dict[str, str]]:
+    """The pair of `pair`, and three whose wrong sum is drawn."""
+    first = pair(prompt)
+    right = first["chosen"]
+    # A fourth digit and the end token would be more than the demo's longest response.
+    length = right + rng.choice("0123456789") if len(right) < 3 and rng.random() < 0.5 else right[:-1]
+    rejected = [first["rejected"], wrong_digit(right, rng), wrong_digit(right, rng), length]
+    return [{"prompt": prompt, "chosen": right, "rejected": wrong} for wrong in rejected]
+
+
+def wrong_digit(right: str, rng: random.Random) -> str:
+    """The number with another digit at one place."""
+    place = rng.randrange(len(right))
+    digit = rng.choice([digit for digit in "0123456789" if digit != right[place]])
+    return right[:place] + digit + right[place + 1 :]
 
 
 def pair(prompt: str) -> dict[str, str]:
