@@ -6,7 +6,7 @@ Nothing of vLLM is imported: the model is a torch module whose parameters have v
 import torch
 from torch import Tensor, nn
 
-from megappo.engines.hybrid.execute import Views
+from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.plan import Transfer
 
 # vLLM 0.32 keeps the experts one module deeper than 0.20 did.
