@@ -17,6 +17,11 @@ COLUMNS = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("vf", "critic/vf_loss", "{:.3f}"),
     ("loss", "sft/loss", "{:.4f}"),
+    ("loss", "reward_model/loss", "{:.4f}"),
+    ("accuracy", "reward_model/accuracy", "{:.3f}"),
+    ("loss", "dpo/loss", "{:.4f}"),
+    ("accuracy", "dpo/accuracy", "{:.3f}"),
+    ("margin", "dpo/margin", "{:.3f}"),
     ("length", "response_length/mean", "{:.1f}"),
 )
 
@@ -52,7 +57,7 @@ class Console:
         sets: dict[str, list[str]] = {}
         for name, value in metrics.items():
             _, data_set, measure = name.split("/", 2)
-            text = f"{100 * value:.1f}%" if measure in ("exact_match", "pass_at_k") else f"{value:.3f}"
+            text = f"{100 * value:.1f}%" if measure in ("exact_match", "pass_at_k", "accuracy") else f"{value:.3f}"
             sets.setdefault(data_set, []).append(f"{measure} {text}")
         for data_set, shown in sets.items():
             self._line(f"{prefix}{data_set}: " + "  ".join(shown))
