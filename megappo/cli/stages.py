@@ -4,15 +4,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megappo.cli.experiment import world_size
 from megappo.config.checks import check_experiment
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.load import LoadedExperiment
+from megappo.config.load import LoadedExperiment, load_experiment
 from megappo.config.problem import raise_errors
 from megappo.config.stages import read_stages
-from megappo.config.yaml_file import read_yaml
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.environment import is_joined
 
@@ -68,7 +66,8 @@ def is_done(config: ExperimentConfig) -> bool:
             "choose another folder"
         )
     is_finished: bool = json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
-    if is_finished and _learned(read_yaml(saved).values) != _learned(config.model_dump(mode="json")):
+    # Loaded, so that a setting that a newer version has added counts with its default.
+    if is_finished and _learned(load_experiment(saved)) != _learned(config):
         raise ConfigError(
             f"trainer.run_dir: {folder} holds a finished run of other settings (config.yaml there), which later stages "
             "would build on; choose another folder"
@@ -76,6 +75,6 @@ def is_done(config: ExperimentConfig) -> bool:
     return is_finished
 
 
-def _learned(settings: dict[str, Any]) -> dict[str, Any]:
+def _learned(config: ExperimentConfig) -> ExperimentConfig:
     """The settings without the one that says how to go on."""
-    return settings | {"trainer": {key: value for key, value in settings["trainer"].items() if key != "resume"}}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "never"})})
