@@ -39,7 +39,9 @@ def run_ranks(module: str, *arguments: object, nproc: int, timeout: float = 300)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
-        command += [f"--master-port={free_port()}", "-m", module, *map(str, arguments), "--out", str(out)]
+        # The rendezvous takes a free port itself: one that is looked for here may be gone when it is used.
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+        command += ["-m", module, *map(str, arguments), "--out", str(out)]
         process = subprocess.Popen(
             command, cwd=ROOT, env=rank_environment(), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
