@@ -46,10 +46,23 @@ def reward_problems(config: ExperimentConfig) -> list[Problem]:
             reason = f"kind {part.kind} compares with an answer, and data.answer_key is null"
             remedy = "set data.answer_key to the column of the answer"
             problems.append(Problem(f"{path}.kind", typed(part.kind), reason, remedy))
-    if config.trainer.kind == "ppo" and not config.reward.training_parts:
+    return problems + _training_problems(config, config.reward) + _shaping_problems(config, config.reward)
+
+
+def _training_problems(config: ExperimentConfig, reward: RewardConfig) -> list[Problem]:
+    """Whether PPO, and each of its prompt sets, has a part to learn from."""
+    if config.trainer.kind != "ppo":
+        return []
+    learned = [part.name for part in reward.training_parts]
+    if not learned:
         reason = "is true for every part, and training needs a reward"
-        problems.append(Problem("reward.parts.0.evaluation_only", "true", reason, "false, or add a part"))
-    return problems + _shaping_problems(config, config.reward)
+        return [Problem("reward.parts.0.evaluation_only", "true", reason, "false, or add a part")]
+    reason, remedy = "has parts for evaluations alone, and training needs a reward", f"add one of {', '.join(learned)}"
+    return [
+        Problem(f"data.sets.{index}.reward", typed(list(one.reward)), reason, remedy)
+        for index, one in enumerate(config.data.sets)
+        if one.reward and not any(name in learned for name in one.reward)
+    ]
 
 
 def _kind_problems(path: str, part: RewardPartConfig) -> list[Problem]:
