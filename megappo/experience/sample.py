@@ -53,6 +53,11 @@ class RolloutSample:
         return len(self.prompt.token_ids) + len(self.response_ids)
 
     @property
+    def num_policy_tokens(self) -> int:
+        """Tokens of the response that the policy produced."""
+        return len(self.response_ids) if self.mask is None else sum(self.mask)
+
+    @property
     def num_turns(self) -> int:
         """Turns of the policy: runs of its tokens."""
         mask = self.mask if self.mask is not None else (True,) * len(self.response_ids)

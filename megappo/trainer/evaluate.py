@@ -68,7 +68,7 @@ class Evaluator:
         counts = [] if right is None else [sum(right[start : start + n]) for start in range(0, len(right), n)]
         local = [
             sum(scored.batch.totals),
-            sum(len(sample.response_ids) for sample in samples),
+            sum(sample.num_policy_tokens for sample in samples),
             sum(counts),
             *(sum(pass_at_k(n, count, k) for count in counts) for k in (n, *self.config.pass_at)),
         ]

@@ -193,6 +193,7 @@ def test_turns_masks_limits_and_noise(tmp_path: Path) -> None:
         RolloutSample(PROMPT, 0, 0, one.token_ids, one.log_probs, one.text, one.finish_reason, one.mask) for one in done
     ]
     assert [sample.num_turns for sample in samples] == [3, 1, 1, 1, 1]
+    assert [sample.num_policy_tokens for sample in samples] == [3, 1, 1, 3, 4]
     batch = ExperienceBatch.from_samples(samples[:2])
     assert batch.response_mask.tolist() == [False, True, False, False, True, False, False, True, False, True]
     assert batch.rollout_log_probs.tolist() == [0, -1, 0, 0, -1, 0, 0, -1, 0, -1]

@@ -43,7 +43,8 @@ def test_holds_only_what_differs_from_its_parent(file: Path) -> None:
     repeated = {path: value for path, value in leaves(values).items() if path in inherited and inherited[path] == value}
     assert not repeated, f"{file.name} repeats what {base or 'the default'} says"
     for name, stage in values.get("stages", {}).items():
-        below = written_values(file.parent / stage.pop("base")) | leaves(values)
+        base = stage.pop("base", None)
+        below = (written_values(file.parent / base) if base else {}) | leaves(values)
         repeated = {path: value for path, value in leaves(stage).items() if path in below and below[path] == value}
         assert not repeated, f"{file.name} repeats in stage {name} what its base or the file says"
 
