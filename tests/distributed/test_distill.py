@@ -53,7 +53,11 @@ stages:
     model: {{path: "stage:sft"}}
     rollout: {{n: 2}}
     actor: {{ppo_mini_batch_size: 2, use_kl_loss: true}}
-    reward: {{parts: [{{name: dense, kind: implicit, policy: "stage:dpo"}}]}}
+    data: {{answer_key: answer, val_files: [{folder}/held_out.jsonl]}}
+    reward:
+      parts:
+        - {{name: dense, kind: implicit, policy: "stage:dpo"}}
+        - {{name: same, kind: exact_match, evaluation_only: true}}
     replay: {{pairs: [{folder}/pairs.jsonl], fraction: 0.25}}
     trainer: {{save_freq: 1}}
 """
@@ -69,6 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(6)
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Training prompts have no answer, held-out ones do.
+    (folder / "held_out.jsonl").write_text(json.dumps({"prompt": "add 9", "answer": "10"}) + "\n")
     settings = {"folder": folder, "temperature": TEMPERATURE, "beta": BETA}
     (folder / "experiment.yaml").write_text(EXPERIMENT.format(**settings))
     (folder / "chain.yaml").write_text(CHAIN.format(**settings))
@@ -221,6 +227,7 @@ def test_three_stages_from_a_file_of_pairs(folder: Path) -> None:
         assert [line["step"] for line in metrics(chain / stage)][-2:] == [1, 2]
     assert (chain / "sft" / "metrics.jsonl").read_bytes() == sft
     ppo = metrics(chain / "ppo")[-1]
+    assert "reward/parts/same" not in ppo and 0 <= ppo["eval/held_out/exact_match"] <= 1
     assert ppo["reward/parts/dense"] != 0 and ppo["replay/drawn"] == 2 and ppo["actor/grad_norm"] > 0
 
     # As if it had been stopped after the first step of the last stage.
