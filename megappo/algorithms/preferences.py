@@ -42,8 +42,8 @@ def dpo_loss(
 
     With `h = (log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)`:
 
-    - `sigmoid` (arXiv 2305.18290, eq. 7): `−(1 − s) · log σ(β h) − s · log σ(−β h)`, s = `label_smoothing`, the share of
-      pairs whose labels are taken to be wrong (conservative DPO).
+    - `sigmoid` (arXiv 2305.18290, eq. 7): `−(1 − s) · log σ(β h) − s · log σ(−β h)`, s = `label_smoothing`, the
+      share of pairs whose labels are taken to be wrong (conservative DPO).
     - `ipo` (arXiv 2310.12036, eq. 17): `(h − 1 / (2 β))²`, on sums as in the paper (TRL takes means over tokens).
 
     The implicit reward of a response is `β · (log π − log π_ref)`. Gradients flow into `chosen` and `rejected`.
