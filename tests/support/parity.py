@@ -109,7 +109,9 @@ def write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
     prompts = folder / "train.jsonl"
     lines = [{"prompt": f"add {number} " * (1 + number % 3), "answer": str(number)} for number in range(40)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    optim = {"lr": 1e-3, "weight_decay": 0.01}
+    # AdamW scales every gradient to the rate, however small: with its usual eps of 1e-8, one element whose gradient is
+    # rounding alone (1 of 2048, measured at tp 2) moves a tensor's difference from 3e-5 to 1e-3.
+    optim = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-6}
     experiment = {
         "model": {"path": str(actor), "dtype": "float32", "layers": "torch"},
         "actor": {
