@@ -214,6 +214,7 @@ def test_two_ranks_give_what_one_gives(folder: Path, one: dict[str, Any], layout
                 assert ours["advantages"][place] == pytest.approx(theirs["advantages"][position], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_three_stages_from_a_file_of_pairs(folder: Path) -> None:
     file, chain = folder / "chain.yaml", folder / "chain"
     succeed("train", file, "--stage", "sft")
