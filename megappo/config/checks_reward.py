@@ -27,6 +27,7 @@ OF_KIND = {
 
 
 def reward_problems(config: ExperimentConfig) -> list[Problem]:
+    """Every error and warning of the section; none where it is left out."""
     if config.reward is None:
         return []
     problems: list[Problem] = []

@@ -24,8 +24,9 @@ class SamplingParams:
 class GenerationRequest:
     """One response to generate, and who is told as soon as it is there, while others are still generated.
 
-    `noise_key` fixes the sampling noise: the same key, prompt and weights give the same tokens in any batch, on any
-    layout. The trainer builds it from (seed, step, position). `max_tokens` is the request's own limit, instead of the
+    `noise_key` fixes the sampling noise: with the native engine the same key, prompt and weights give the same tokens
+    in any batch, on any layout; with vLLM in any batch if `rollout.seed_per_request` is set, otherwise in that batch.
+    The trainer builds it from (seed, step, position). `max_tokens` is the request's own limit, instead of the
     sampling's.
     """
 

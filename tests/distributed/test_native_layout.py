@@ -57,8 +57,9 @@ def results(models: Path) -> dict[str, Any]:
     return run_ranks("tests.distributed.programs.native_layout", models, nproc=4, timeout=900)
 
 
-def equal(got: list[Any], wanted: list[Any]) -> None:
+def assert_equal(got: list[Any], wanted: list[Any]) -> None:
     """The same tokens, and log-probs to float32's precision."""
+    assert wanted
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
     for (_, ours), (_, theirs) in zip(got, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
@@ -73,24 +74,28 @@ def test_pieces_cut_anywhere_give_hugging_faces_tokens(model: str, expected: dic
     for size, by_model in results["cut"].items():
         assert by_model[model]["most_pieces"] == 4, size
         for got in by_model[model]["greedy"]:
-            equal(got, expected[model])
+            assert_equal(got, expected[model])
         for got in by_model[model]["sampled"]:
-            equal(got, results["cut"]["1"][model]["sampled"][0])
+            assert_equal(got, results["cut"]["1"][model]["sampled"][0])
 
 
 def test_every_layout_gives_hugging_faces_tokens(expected: dict[str, Any], results: dict[str, Any]):
+    assert len(switches(results)) > 10
     for name, result in switches(results).items():
+        assert len(result["greedy"]) >= 1, name
         for got in result["greedy"]:
-            equal(got, expected[name.split(": ")[1]])
+            assert_equal(got, expected[name.split(": ")[1]])
 
 
 def test_a_later_switch_brings_the_later_weights(results: dict[str, Any]):
     direct = {
         name.split(": ")[1]: result["direct"][0] for name, result in switches(results).items() if "direct" in result
     }
+    assert direct
     for name, result in switches(results).items():
+        assert len(result["changed"]) >= 1, name
         for got in result["changed"]:
-            equal(got, direct[name.split(": ")[1]])
+            assert_equal(got, direct[name.split(": ")[1]])
 
 
 def test_it_generates_in_its_turn_only(results: dict[str, Any]):

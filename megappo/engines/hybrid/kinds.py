@@ -87,6 +87,7 @@ class Kinds:
 
     @classmethod
     def of(cls, weight_map: WeightMap) -> "Kinds":
+        """Layers whose rules differ in nothing but their number become one kind."""
         rules: dict[tuple[object, ...], tuple[Rule, list[int | None]]] = {}
         copied: set[str] = set()
         for rule in weight_map.rules:
