@@ -53,11 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization")
     parser.add_argument("--stock-utilization", type=float, help="that of the stock vLLM, which has weights of its own")
-    parser.add_argument(
-        "--stock-moe-backend", default="triton",
-        help="expert kernels of the stock vLLM: triton, which megappo's runs on too, or auto, which may compile others "
-        "for many minutes first",
-    )  # fmt: skip
+    kernels = "expert kernels of the stock vLLM; auto may compile others than megappo's for many minutes first"
+    parser.add_argument("--stock-moe-backend", default="triton", help=kernels)
     parser.add_argument("--quantization", choices=("fp8",), help="through vLLM's loader, then")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-stock", action="store_true", help="leave the other vLLM out")

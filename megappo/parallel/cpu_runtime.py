@@ -26,8 +26,6 @@ _FACTORIES = (
 
 def install() -> None:
     """Installs all replacements; must run before megatron is first imported."""
-    # Megatron's jit_fuser is torch.compile, which would compile C++ kernels for minutes on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _replace_device_queries()
     _replace_streams()
     _replace_profiler_ranges()
@@ -37,6 +35,7 @@ def install() -> None:
     _replace_tensor_type_names()
     _replace_uneven_collectives()
     # From here on megatron is imported, with the names above in place.
+    _import_megatron_without_compiler()
     _replace_megatron_random_state()
     _replace_split_sizes()
 
@@ -191,6 +190,24 @@ def _replace_uneven_collectives() -> None:
 
     replace(dist, "all_gather", all_gather)
     replace(dist, "reduce_scatter", reduce_scatter)
+
+
+def _import_megatron_without_compiler() -> None:
+    """Megatron's jit_fuser is torch.compile, which would compile C++ kernels for minutes on a CPU.
+
+    Dynamo switched off is not enough: to decorate a function loads the compiler, a third of what a rank takes to start.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+    def leave_as_it_is(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else lambda other: other
+
+    original = replace(torch, "compile", leave_as_it_is)
+    try:
+        from megatron.core import jit
+    finally:
+        replace(torch, "compile", original)
+    jit.disable_jit_fuser()
 
 
 def _replace_megatron_random_state() -> None:

@@ -23,7 +23,7 @@ def test_log_probs_equal_hugging_faces(tmp_path: Path) -> None:
     make_models(tmp_path)
     results = run_ranks(
         "tests.distributed.programs.log_probs", "--models", tmp_path, "--exports", tmp_path / "exports", "--layouts",
-        "tp1", nproc=1,
+        "tp1", nproc=1, torchrun=True
     )  # fmt: skip
     assert max(results["tp1"][name] for name in (*LANGUAGE_MODELS, *MOE_MODELS)) <= 1e-4
 

@@ -31,17 +31,22 @@ def rank_environment() -> dict[str, str]:
     }
 
 
-def run_ranks(module: str, *arguments: object, nproc: int, timeout: float = 300) -> Any:
-    """Runs `python -m module ARGUMENTS --out FILE` on `nproc` torchrun ranks; the program's rank 0 writes JSON to FILE.
+def run_ranks(module: str, *arguments: object, nproc: int, timeout: float = 300, torchrun: bool = False) -> Any:
+    """Runs `python -m module ARGUMENTS --out FILE` on `nproc` ranks; the program's rank 0 writes JSON to FILE.
 
-    Raises AssertionError with the end of the output where a rank fails or the time is over; no process is left behind.
+    The ranks are forked from one process that has imported the program, or started by torchrun, each on its own: what a
+    GPU and vLLM need. Raises AssertionError with the end of the output where a rank fails or the time is over; no
+    process is left behind.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
-        # The rendezvous takes a free port itself: one that is looked for here may be gone when it is used.
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-        command += ["-m", module, *map(str, arguments), "--out", str(out)]
+        if torchrun:
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
+            # The rendezvous takes a free port itself: one that is looked for here may be gone when it is used.
+            command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "-m", module]
+        else:
+            command = [sys.executable, "-m", "tests.support.fork_ranks", str(nproc), module]
+        command += [*map(str, arguments), "--out", str(out)]
         process = subprocess.Popen(
             command, cwd=ROOT, env=rank_environment(), text=True, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

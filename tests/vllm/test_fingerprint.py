@@ -18,7 +18,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fingerprint") / "model"
     number_elements(tiny_model(folder, "qwen2", vocab_size=131, hidden_size=128, num_heads=4, num_kv_heads=2))
     tiny_tokenizer(folder, 131)
-    return run_ranks("tests.vllm.programs.fingerprint", "--model", folder, "--tp", 4, "--generation-tp", 2, nproc=4)
+    return run_ranks(
+        "tests.vllm.programs.fingerprint", "--model", folder, "--tp", 4, "--generation-tp", 2, nproc=4, torchrun=True
+    )
 
 
 def test_every_element_is_where_vllm_computes_with_it(ranks: list[dict[str, Any]]) -> None:

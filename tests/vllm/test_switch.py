@@ -71,14 +71,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     def run(name: str) -> Outcome:
         case, export = CASES[name], root / f"{models[name].name}-export"
         result = run_ranks(
-            "tests.vllm.programs.switch", *case.arguments(models[name], export), nproc=case.num_ranks, timeout=500
+            "tests.vllm.programs.switch",
+            *case.arguments(models[name], export),
+            nproc=case.num_ranks,
+            timeout=500,
+            torchrun=True,
         )
-        fresh = run_ranks("tests.vllm.programs.fresh", "--model", export, "--prompts", result["prompts"], nproc=1)
+        fresh = run_ranks(
+            "tests.vllm.programs.fresh", "--model", export, "--prompts", result["prompts"], nproc=1, torchrun=True
+        )
         return Outcome(name, case, result, fresh)
 
     crashing = next(iter(CASES))
     arguments = CASES[crashing].arguments(models[crashing], root / "no-export")
-    run_ranks("tests.vllm.programs.switch", *arguments, "--crash", nproc=CASES[crashing].num_ranks)
+    run_ranks("tests.vllm.programs.switch", *arguments, "--crash", nproc=CASES[crashing].num_ranks, torchrun=True)
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(CASES, pool.map(run, CASES), strict=True))
 

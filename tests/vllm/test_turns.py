@@ -24,7 +24,7 @@ def test_vllm_takes_turns(tmp_path: Path) -> None:
     (tmp_path / "runs.json").write_text(json.dumps({"vllm": {"kind": "turns", "overrides": overrides}}))
     program = "tests.distributed.programs.experience"
     arguments = ("--config", experiment, "--folder", tmp_path, "--runs", tmp_path / "runs.json")
-    ranks = run_ranks(program, *arguments, nproc=2)["vllm"]
+    ranks = run_ranks(program, *arguments, nproc=2, torchrun=True)["vllm"]
     assert ranks[0]["rows"] == ranks[1]["rows"]
     rows = ranks[0]["rows"]
     assert len(rows) == 16 and max(row["num_turns"] for row in rows) > 2

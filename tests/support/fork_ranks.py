@@ -1,0 +1,63 @@
+"""Starts CPU ranks of one program as torchrun does, but imports once and forks: importing is most of a short run.
+
+    python -m tests.support.fork_ranks NPROC MODULE ARGUMENTS…
+
+Ends with 1 as soon as a rank fails, and the other ranks with it.
+"""
+
+import os
+import runpy
+import signal
+import sys
+from importlib import import_module
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+from torch.distributed import TCPStore
+
+ONE_HOST = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+
+
+def main() -> int:
+    num_ranks, module = int(sys.argv[1]), sys.argv[2]
+    sys.argv = [module, *sys.argv[3:]]
+    import_module(module)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = {}
+    for rank in range(num_ranks):
+        child = os.fork()
+        if not child:
+            run_rank(rank, num_ranks, store.port, module)
+        ranks[child] = rank
+    while ranks:
+        child, status = os.wait()
+        rank = ranks.pop(child)
+        if status:
+            print(f"rank {rank} ended with status {os.waitstatus_to_exitcode(status)}", file=sys.stderr, flush=True)
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
+def run_rank(rank: int, num_ranks: int, port: int, module: str) -> None:
+    """The program as `__main__`, then the end of this process, whatever happens."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= ONE_HOST | {name: str(value) for name, value in (place | address).items()}
+    code = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  a copy of the parent must never go on as the parent
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
