@@ -1,6 +1,7 @@
 """Trains the demo task with several algorithms and seeds on one rank, and draws their learning curves.
 
     python tools/learning_curves.py [--only grpo 'kl k3'] [--seeds 0 1 2] [--minutes 30] [--report] [a.b=c …]
+    python tools/learning_curves.py --only 'beta too small' 'beta too large' --steps 200   # the adaptive controller
 
 Can be made in pieces: a finished run is kept, an interrupted one goes on from its checkpoint, and `--minutes` starts
 no new run after that time. Each call ends with the table of what is there (OUT/table.md) and, where matplotlib is
@@ -20,8 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "yaml" / "demo_cpu.yaml"
-LAST_STEPS = 5
-"""The KL of a run is the mean over so many of its last steps."""
+LAST_STEPS = 20
+"""The KL of a run and its coefficient β are means over so many of its last steps."""
 EXACT_MATCH = "eval/val/exact_match"
 
 
@@ -29,8 +30,8 @@ def in_loss(kind: str) -> list[str]:
     return [f"actor.kl_loss_type={kind}", "actor.kl_loss_coef=0.02"]
 
 
-def in_reward(kind: str) -> list[str]:
-    settings = f"{{type: {kind}, kl_coef: 0.02, target_kl: 0.02, horizon: 1000}}"
+def in_reward(kind: str, kl_coef: float = 0.02) -> list[str]:
+    settings = f"{{type: {kind}, kl_coef: {kl_coef}, target_kl: 0.1, horizon: 1000}}"
     return ["actor.use_kl_loss=false", "algorithm.use_kl_in_reward=true", f"algorithm.kl_ctrl={settings}"]
 
 
@@ -51,6 +52,12 @@ VARIANTS: dict[str, list[str]] = {
     "reinforce++": without_critic("reinforce_plus_plus"),
 }
 """Name → overrides of the demo. Names that start with `kl` or `reward kl` are PPO with a critic, KL there."""
+SMALL_STEPS = ["data.train_batch_size=64", "actor.optim.lr=5e-5", "actor.optim.lr_scheduler_type=constant"]
+CONTROLLER: dict[str, list[str]] = {
+    "beta too small": [*in_reward("adaptive", kl_coef=0.028), *SMALL_STEPS],
+    "beta too large": [*in_reward("adaptive", kl_coef=2.8), *SMALL_STEPS],
+}
+"""Run on demand: an adaptive KL in steps of 256 sequences, from coefficients ten times off what it comes to, 0.28."""
 
 
 @dataclass
@@ -59,15 +66,21 @@ class Curve:
 
     exact_match: dict[int, float] = field(default_factory=dict)
     kl: dict[int, float] = field(default_factory=dict)
+    coefficient: dict[int, float] = field(default_factory=dict)
+    """β of a KL in the reward; empty where it is elsewhere."""
 
     @property
     def final_kl(self) -> float:
-        return statistics.fmean(list(self.kl.values())[-LAST_STEPS:])
+        return at_the_end(self.kl)
+
+
+def at_the_end(by_step: Mapping[int, float]) -> float:
+    return statistics.fmean(list(by_step.values())[-LAST_STEPS:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="variants to run")
+    parser.add_argument("--only", nargs="+", choices=[*VARIANTS, *CONTROLLER], default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60, help="steps of each run; another number is another folder")
     parser.add_argument("--minutes", type=float, help="start no run after this time")
@@ -108,7 +121,9 @@ def train(name: str, seed: int, steps: int, folder: Path, overrides: Sequence[st
     command += [f"trainer.test_freq={max(steps // 6, 1)}", "trainer.save_freq=20", "trainer.save_last=false"]
     command += ["trainer.max_checkpoints=1", "observe.tensorboard=false", "observe.samples_freq=0"]
     print(f"{name}, seed {seed} …", file=sys.stderr, flush=True)
-    result = subprocess.run([*command, *VARIANTS[name], *overrides], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, *(VARIANTS | CONTROLLER)[name], *overrides], cwd=ROOT, capture_output=True, text=True
+    )
     if result.returncode:
         raise SystemExit(f"{name}, seed {seed} ended with {result.returncode}:\n{result.stderr[-2000:]}")
 
@@ -127,7 +142,7 @@ def is_finished(run_dir: Path, steps: int) -> bool:
 def read_curves(folder: Path, steps: int) -> dict[str, list[Curve]]:
     """The finished runs of each variant."""
     curves: dict[str, list[Curve]] = {}
-    for name in VARIANTS:
+    for name in [*VARIANTS, *CONTROLLER]:
         for run_dir in sorted(run_folder(folder, name, 0).parent.glob("seed-*")):
             if not is_finished(run_dir, steps):
                 continue
@@ -137,17 +152,26 @@ def read_curves(folder: Path, steps: int) -> dict[str, list[Curve]]:
                     curve.exact_match[line["step"]] = line[EXACT_MATCH]
                 if "kl/mean" in line:
                     curve.kl[line["step"]] = line["kl/mean"]
+                if "kl/reward_coef" in line:
+                    curve.coefficient[line["step"]] = line["kl/reward_coef"]
             curves.setdefault(name, []).append(curve)
     return curves
 
 
 def table_text(curves: Mapping[str, Sequence[Curve]]) -> str:
     """Mean over seeds, and the smallest and largest."""
-    lines = ["| variant | seeds | exact match before | after | KL at the end |", "|---|---|---|---|---|"]
+    lines = [
+        "| variant | seeds | exact match before | after | KL at the end | β, first and at the end |",
+        "|" + "---|" * 6,
+    ]
     for name, runs in curves.items():
         before = spread([run.exact_match[min(run.exact_match)] for run in runs], "{:.3f}")
         after = spread([run.exact_match[max(run.exact_match)] for run in runs], "{:.3f}")
-        lines.append(f"| {name} | {len(runs)} | {before} | {after} | {spread([r.final_kl for r in runs], '{:.4f}')} |")
+        kl, beta = spread([run.final_kl for run in runs], "{:.3f}"), "-"
+        if all(run.coefficient for run in runs):
+            first = spread([next(iter(run.coefficient.values())) for run in runs], "{:.3f}")
+            beta = f"{first}; {spread([at_the_end(run.coefficient) for run in runs], '{:.3f}')}"
+        lines.append(f"| {name} | {len(runs)} | {before} | {after} | {kl} | {beta} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,6 @@ def algorithm_problems(config: ExperimentConfig) -> list[Problem]:
         *_critic_problems(config),
         *_loss_problems(config),
         *_ratio_problems(config),
-        *_exact_kl_problems(config),
     ]
 
 
@@ -97,15 +96,3 @@ def _ratio_problems(config: ExperimentConfig) -> Iterator[Problem]:
     if correction.icepop_low > correction.icepop_high:
         reason = f"is above icepop_high {correction.icepop_high:g}"
         yield Problem(f"{path}.icepop_low", typed(correction.icepop_low), reason, "for example 0.5 and 5.0")
-
-
-def _exact_kl_problems(config: ExperimentConfig) -> Iterator[Problem]:
-    if config.layout.pp == 1 or not config.needs_exact_kl:
-        return
-    in_loss = config.actor.use_kl_loss and config.actor.kl_loss_type == "full"
-    path = "actor.kl_loss_type" if in_loss else "algorithm.kl_penalty"
-    reason = (
-        f"needs both models' logits of a micro-batch at once, and layout.pp {config.layout.pp} has the actor's on a "
-        "stage that can't run the reference's other stages then"
-    )
-    yield Problem(path, '"full"', reason, "layout.pp 1, or an estimator: k3+")

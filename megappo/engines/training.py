@@ -5,6 +5,7 @@ What is computed from the model's output is passed in as a function, so that thi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megappo.engines.optimizer import Optimizer
@@ -71,12 +73,36 @@ class ModelEngine:
         flat = torch.cat(pieces) if self.mesh.is_last_stage else None
         return broadcast_from_last_stage(flat, self.mesh, (total,), torch.float32).cpu()
 
-    def logits(self, micro: MicroBatch) -> Tensor:
-        """[b, length, vocab / tp] of one micro-batch, without gradients: for a loss of *another* model that compares
-        whole distributions. All TP ranks call it together."""
-        assert self.mesh.pp == 1, "one stage can't run the others' in the middle of a schedule"
+    def logits_of(self, micros: Sequence[MicroBatch]) -> Callable[[MicroBatch], Tensor]:
+        """For a pass of *another* model over `micros` that compares whole distributions: the function that gives its
+        last stage this model's logits of each, [b, length, vocab / tp], without gradients.
+
+        One stage runs when asked. Of several, none can run the others in the middle of a schedule: all run here, and
+        the last keeps what its output layer takes, [length, b, hidden] of each micro-batch, tp times less under
+        sequence parallelism. All ranks of the model-parallel group call it.
+        """
+        if self.mesh.pp == 1:
+            return self._logits_now
+        inputs: list[Any] = []
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            if self.mesh.is_last_stage:
+                layer = get_attr_wrapped_model(self.model, "output_layer")
+                hook = layer.register_forward_pre_hook(lambda _, *given: inputs.append(given), with_kwargs=True)
+                stack.callback(hook.remove)
+            self._run(micros, lambda output, micro: None, forward_only=True)
+        by_micro = dict(zip(map(id, micros), inputs, strict=False))
+
+        def logits(micro: MicroBatch) -> Tensor:
+            positional, named = by_micro[id(micro)]
+            with torch.no_grad():
+                output, _ = layer(*positional, **named)
+            return output.transpose(0, 1)  # type: ignore[no-any-return]
+
+        return logits
+
+    def _logits_now(self, micro: MicroBatch) -> Tensor:
         with torch.no_grad():
-            output: Tensor = self.model(micro.token_ids, micro.position_ids, None)
+            output: Tensor = self.model(micro.token_ids, micro.position_ids, None, **_packing(micro))
         return output
 
     def _run(

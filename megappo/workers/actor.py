@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.workers.policy import LogProbs, global_denominators
 from megappo.workers.reference import ReferenceWorker
 
-KLTerm = Callable[[Tensor, Tensor, MicroBatch], Tensor]
+TokenKL = Callable[[Tensor, Tensor, MicroBatch], Tensor]
 """(logits [b, s, vocab / tp], log-probs [b, s], micro-batch) → KL to the reference of each token [b, s]."""
+KLTerm = Callable[[Sequence[MicroBatch]], TokenKL]
+"""What has to be known before the actor runs on micro-batches, and then their KL."""
 
 
 class ActorWorker:
@@ -73,7 +75,7 @@ class ActorWorker:
         entropy_coeff = self._config.entropy_coeff_at(self.engine.optimizer.num_steps)
         loss = ActorLoss(
             self._config, self._log_probs, global_denominators(minibatch, self.engine.mesh), self._scale_length,
-            entropy_coeff=entropy_coeff, kl_term=self._kl_term,
+            entropy_coeff=entropy_coeff, token_kl=self._kl_term(micros) if self._kl_term is not None else None,
         )  # fmt: skip
         report = self.engine.update(micros, loss)
         self._moved = report.metrics["actor/ppo_kl_k3"]
@@ -92,17 +94,18 @@ class ActorWorker:
 def estimated_kl(kind: str) -> KLTerm:
     """The KL term of an estimator from two log-probs; the batch has the reference's."""
 
-    def term(logits: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
+    def token_kl(logits: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
         return kl_estimate(kind, log_probs, micro.view("ref_log_probs"), micro.response_mask)
 
-    return term
+    return lambda micros: token_kl
 
 
 def exact_kl(reference: ReferenceWorker) -> KLTerm:
-    """The KL term over the whole vocabulary: the reference runs on the micro-batch while its loss is computed."""
+    """The KL term over the whole vocabulary, for which the reference runs on the same micro-batches."""
 
-    def term(logits: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
-        return reference.exact_kl(logits, micro)
+    def term(micros: Sequence[MicroBatch]) -> TokenKL:
+        kl = reference.kl_to(micros)
+        return lambda logits, log_probs, micro: kl(logits, micro)
 
     return term
 
@@ -118,17 +121,17 @@ class ActorLoss:
         scale_length: int,
         *,
         entropy_coeff: float,
-        kl_term: KLTerm | None = None,
+        token_kl: TokenKL | None = None,
     ) -> None:
         self._config = config
         self._log_probs = log_probs
         self._denominators = denominators
         self._scale_length = scale_length
         self._entropy_coeff = entropy_coeff
-        self._kl_term = kl_term
+        self._token_kl = token_kl
         self._policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
         self._clip = ClipRange(*config.clip_range, dual=config.clip_ratio_c)
-        kl = ("actor/kl_loss",) if kl_term is not None else ()
+        kl = ("actor/kl_loss",) if token_kl is not None else ()
         self.metrics: tuple[str, ...] = (
             "actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/ppo_kl_k3",
             "actor/entropy", *kl,
@@ -150,8 +153,8 @@ class ActorLoss:
         reported += [
             self._token_mean(part, mask) for part in (terms.clipped, terms.dual_clipped, terms.kl, k3, entropy)
         ]
-        if self._kl_term is not None:
-            kl = self._mean(self._kl_term(output, log_probs, micro), mask)
+        if self._token_kl is not None:
+            kl = self._mean(self._token_kl(output, log_probs, micro), mask)
             loss = loss + self._config.kl_loss_coef * kl
             reported.append(kl)
         return LossTerm(loss, tuple(reported))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
-from megappo.engines.training import ModelEngine
+from megappo.engines.training import ModelEngine, PerToken
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.workers.policy import LogProbs
@@ -26,12 +26,13 @@ class ReferenceWorker:
         mesh = self.engine.mesh
         micros = micro_batches(batch, self._micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
         batch = batch.fill(ref_log_probs=self.engine.per_token(micros, self._log_probs))
-        return batch if self._policy is None else batch.fill(ref_kl=self._policy.per_token(micros, self.exact_kl))
+        return batch if self._policy is None else batch.fill(ref_kl=self._policy.per_token(micros, self.kl_to(micros)))
 
-    def exact_kl(self, logits: Tensor, micro: MicroBatch) -> Tensor:
-        """KL of the model with these `logits` [b, s, vocab / tp] to the reference, which runs on the micro-batch here:
-        [b, s]."""
-        return self._log_probs.exact_kl(logits, self.engine.logits(micro), micro)
+    def kl_to(self, micros: Sequence[MicroBatch]) -> PerToken:
+        """From the logits [b, s, vocab / tp] of another model on one of `micros` to its exact KL to the reference,
+        [b, s]. All ranks of the model-parallel group call it, before that model runs."""
+        ref_logits = self.engine.logits_of(micros)
+        return lambda logits, micro: self._log_probs.exact_kl(logits, ref_logits(micro), micro)
 
 
 class NoReference:

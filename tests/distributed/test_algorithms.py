@@ -22,7 +22,12 @@ VARIANTS = {
     "algorithm.lam_length_alpha=0.5,algorithm.rollout_correction.rollout_is=icepop,actor.entropy_decay_steps=100",
 }
 # `grpo` has everything that reads the vocabulary's shards.
-LAYOUTS = {"grpo": {"dp2": "", "tp2": "layout.tp=2"}, "remax": {"dp2": ""}, "rloo": {"dp2": ""}, "vapo": {"dp2": ""}}
+LAYOUTS = {
+    "grpo": {"dp2": "", "tp2": "layout.tp=2", "pp2": "layout.pp=2"},
+    "remax": {"dp2": ""},
+    "rloo": {"dp2": ""},
+    "vapo": {"dp2": ""},
+}
 LIMIT = 1e-5
 COMPARED = (
     "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/ppo_kl_k3", "critic/vf_loss",

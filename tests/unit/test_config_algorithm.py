@@ -32,8 +32,6 @@ BYPASS = "algorithm.rollout_correction.bypass_mode=true"
         ([BYPASS, "rollout.top_p=0.9", "algorithm.use_kl_in_reward=true"], "warning algorithm.use_kl_in_reward: true: the old log-probs are those of the truncated distribution"),
         ([BYPASS, "algorithm.rollout_correction.rollout_is=token"], 'error algorithm.rollout_correction.rollout_is: "token": with algorithm.rollout_correction.bypass_mode the old log-probs are the engine\'s own, and every weight would be 1'),
         (["algorithm.rollout_correction.icepop_low=6"], "error algorithm.rollout_correction.icepop_low: 6.0: is above icepop_high 5; for example 0.5 and 5.0"),
-        (["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"], 'error actor.kl_loss_type: "full": needs both models\' logits of a micro-batch at once, and layout.pp 2'),
-        (["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "layout.pp=2"], 'error algorithm.kl_penalty: "full": needs both models\' logits'),
         (["algorithm.adv_estimator=remax", "trainer.critic_warmup=1"], "error trainer.critic_warmup: 1: algorithm.adv_estimator remax has no critic; 0, or an estimator with a critic: gae, vapo"),
         (["algorithm.adv_estimator=remax", "algorithm.normalize_scores=true"], "error algorithm.normalize_scores: true: the scores of greedy responses, which algorithm.adv_estimator remax takes off, would stay as they are; false, or reward.normalize"),
         (["trainer.critic_warmup=3"], "error trainer.critic_warmup: 3: the actor would never be updated in 3 steps (trainer.total_steps); at most 2"),
@@ -60,7 +58,8 @@ def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
         [BYPASS, "rollout.top_p=0.9", "rollout.top_k=50"],
         ["algorithm.rollout_correction.rollout_is=sequence"],
         ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.tp=3"],
-        ["actor.kl_loss_type=full", "layout.pp=2"],  # not used
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "layout.pp=2"],
         ["actor.entropy_coeff=0.01", "actor.entropy_decay_steps=10"],
         # A role that is not built has no batch sizes that must divide.
         ["algorithm.adv_estimator=remax", "critic.ppo_mini_batch_size=5"],

@@ -17,7 +17,7 @@ from megappo.config.actor import ActorConfig
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.parallel.mesh import Mesh
-from megappo.workers.actor import ActorLoss, KLTerm, estimated_kl
+from megappo.workers.actor import ActorLoss, TokenKL, estimated_kl
 from megappo.workers.policy import LogProbs
 
 VOCABULARY, COLUMNS = 11, 12  # the last column is padding
@@ -59,7 +59,7 @@ def logits(seed: int) -> Tensor:
     return torch.randn(len(RESPONSES), WIDTH, COLUMNS, generator=torch.Generator().manual_seed(seed))
 
 
-def exact(rows: slice) -> KLTerm:
+def exact(rows: slice) -> TokenKL:
     """The exact KL to a reference whose logits are given."""
 
     def term(output: Tensor, log_probs: Tensor, micro: MicroBatch) -> Tensor:
@@ -84,7 +84,7 @@ def loss_and_gradient(config: ActorConfig, num_micros: int, num_ranks: int) -> t
             kind = config.kl_loss_type
             loss = ActorLoss(
                 config, LOG_PROBS, denominators, scale_length=7, entropy_coeff=0.1,
-                kl_term=exact(rows) if kind == "full" else estimated_kl(kind),
+                token_kl=exact(rows) if kind == "full" else estimated_kl(kind)([]),
             )  # fmt: skip
             total = total + loss(parameters[rows, : micro.length], micro).loss
     (gradient,) = torch.autograd.grad(total, parameters)
