@@ -203,7 +203,7 @@ def draw(curves: Mapping[str, Sequence[Curve]], file: Path) -> None:
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=8, ncols=2)
-    figure.savefig(file)
+    figure.savefig(file, metadata={"Date": None})
     print(f"figure: {file}")
 
 
