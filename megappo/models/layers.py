@@ -141,13 +141,14 @@ class CoreAttention(nn.Module):
 
         In a packed row, too, the distance of two tokens of a sequence is that of their places.
         """
-        hides = self.window is not None and key.size(0) > self.window
-        if not hides and (self.softcap is None or mask is not None):
+        length = key.size(0)
+        window = length if self.window is None else min(self.window, length)
+        if window == length and (self.softcap is None or mask is not None):
             return mask
-        places = torch.arange(key.size(0), device=key.device)
-        own = self._query_positions(query) if self.cp_group.size() > 1 else places[key.size(0) - query.size(0) :]
+        places = torch.arange(length, device=key.device)
+        own = self._query_positions(query) if self.cp_group.size() > 1 else places[length - query.size(0) :]
         distance = own[:, None] - places[None]
-        visible = (distance >= 0) & (distance < (self.window if hides else key.size(0)))
+        visible = (distance >= 0) & (distance < window)
         return visible if mask is None else mask & visible
 
     def _query_positions(self, query: Tensor) -> Tensor:

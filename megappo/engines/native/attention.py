@@ -101,7 +101,7 @@ class CachedAttention(nn.Module):
         return mixed[prefill.prompts, :, prefill.positions]
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
-        """Attention of [..., queries, head_dim] to what `visible` [..., queries, keys] shows, causal where it is None."""
+        """Attention of [..., queries, head_dim] to what `visible` [..., queries, keys] shows; None is causal."""
         if self._softcap is not None:
             assert visible is not None, "a soft cap is computed with a mask that is written out"
             return softcapped_attention(query, key, value, visible, self._scale, self._softcap)

@@ -43,11 +43,11 @@ def sliding_layers(config: HFConfig, default_pattern: int) -> frozenset[int]:
     kinds = config.get("layer_types")
     if kinds is None:
         return frozenset(layer for layer in range(num_layers) if (layer + 1) % default_pattern)
-    unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != num_layers:
+    names = set(kinds)
+    if len(kinds) != num_layers or not names <= {"sliding_attention", "full_attention"}:
         raise ConfigError(
-            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers, {', '.join(sorted(set(kinds)))}; "
-            "one of 'sliding_attention' and 'full_attention' for each layer is supported"
+            f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers, {', '.join(sorted(names))}; "
+            "supported: for each layer one of 'sliding_attention' and 'full_attention'"
         )
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
