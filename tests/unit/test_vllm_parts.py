@@ -38,7 +38,8 @@ def test_groups_of_vllm_become_the_replicas() -> None:
     assert sorted(singles) == [[rank] for rank in range(8)]
 
 
-def test_a_family_that_vllm_has_no_layers_for_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_vllm_has_no_layers_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megappo.engines.vllm.start.prepare_environment", lambda: None)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
     config = sizes | {"vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm"}))
