@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mistral", "phi3", "glm", "glm4", "gemma2", "gemma3_text",
+)  # fmt: skip
 """`model_type`s that megappo builds."""
 
 

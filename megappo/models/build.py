@@ -17,8 +17,10 @@ from megappo.config.layout import LayoutConfig
 from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
+from megappo.models.layers import RMSNorm
 from megappo.models.spec import Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
+from megappo.models.variants import ACTIVATIONS, add_variants
 from megappo.models.weight_map import Head, padded_vocab_size
 from megappo.parallel.mesh import Mesh
 
@@ -53,8 +55,10 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied and head == "lm",
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_percent,
         rotary_base=shape.rope_theta,
     )
+    add_variants(model, shape, RMSNorm, head)
     if shape.rope_scaling is not None:
         # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
@@ -104,10 +108,13 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        layernorm_zero_centered_gamma=shape.zero_centered_norms,
+        rotary_interleaved=shape.rotary_interleaved,
+        softmax_scale=shape.softmax_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,

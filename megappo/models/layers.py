@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megappo.models.scores import softcapped_attention
+
 
 class RMSNorm(nn.RMSNorm):
     """RMSNorm whose weight Megatron reduces over the TP ranks that each saw a part of the sequence.
@@ -30,6 +32,17 @@ class RMSNorm(nn.RMSNorm):
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight, self.eps, is_zero_centered=self.is_zero_centered)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float | None, *, is_zero_centered: bool) -> Tensor:
+    """RMSNorm over the last dimension, times `weight`, or 1 + weight, which is then computed in float32 as Gemma's."""
+    if not is_zero_centered:
+        return functional.rms_norm(hidden, weight.shape, weight, eps)
+    return functional.rms_norm(hidden.float(), weight.shape, 1 + weight.float(), eps).to(hidden.dtype)
 
 
 class CoreAttention(nn.Module):
@@ -37,7 +50,11 @@ class CoreAttention(nn.Module):
 
     Takes Megatron's `[s, b, heads, head_dim]`, or `[tokens, heads, head_dim]` with `PackedSeqParams`. Under context
     parallelism a rank holds chunks r and 2c - 1 - r of the sequence; keys and values are gathered over the CP group.
+    `window` and `softcap`, as in `ModelShape`, are set by `variants.py`.
     """
+
+    window: int | None = None
+    softcap: float | None = None
 
     def __init__(
         self,
@@ -77,8 +94,13 @@ class CoreAttention(nn.Module):
             assert not is_packed, "packed sequences under context parallelism need layers: te"
             key, value = self._whole_sequence(key), self._whole_sequence(value)
         mask = self._visible(query, key, attention_mask, attn_mask_type, packed_seq_params if is_packed else None)
+        mask = self._with_window(mask, query, key)
         is_square = query.size(0) == key.size(0)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        if self.softcap is not None:
+            assert mask is not None, "a soft cap is computed with a mask that is written out"
+            context = softcapped_attention(query, key, value, mask, self.softmax_scale, self.softcap)
+            return context.permute(2, 0, 1, 3).flatten(2)
         context = functional.scaled_dot_product_attention(
             query,
             key,
@@ -113,6 +135,21 @@ class CoreAttention(nn.Module):
         # Queries are the last of the keys' positions, as in decoding with a cache.
         position = torch.arange(key.size(0), device=key.device)
         return position[key.size(0) - query.size(0) :, None] >= position[None]
+
+    def _with_window(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+        """`mask` without the keys that are `window` or more positions back; causality written out for a soft cap.
+
+        In a packed row, too, the distance of two tokens of a sequence is that of their places.
+        """
+        length = key.size(0)
+        window = length if self.window is None else min(self.window, length)
+        if window == length and (self.softcap is None or mask is not None):
+            return mask
+        places = torch.arange(length, device=key.device)
+        own = self._query_positions(query) if self.cp_group.size() > 1 else places[length - query.size(0) :]
+        distance = own[:, None] - places[None]
+        visible = (distance >= 0) & (distance < window)
+        return visible if mask is None else mask & visible
 
     def _query_positions(self, query: Tensor) -> Tensor:
         """[s / cp] int64: places in the whole sequence of this CP rank's two chunks."""

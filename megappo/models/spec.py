@@ -32,9 +32,14 @@ def block_spec(
 
     ConfigError where "te" is asked for and missing.
     """
+    if layers == "te" and shape.needs_torch_layers:
+        raise ConfigError(
+            "model.layers: 'te', but this family's windows, soft caps or norms are computed in torch layers alone; "
+            "use 'auto' or 'torch'"
+        )
     if layers == "te" and not runtime.has_transformer_engine():
         raise ConfigError("model.layers: 'te', but Transformer Engine or a GPU is missing here; use 'auto' or 'torch'")
-    is_torch = layers == "torch" or not runtime.has_transformer_engine()
+    is_torch = layers == "torch" or shape.needs_torch_layers or not runtime.has_transformer_engine()
     layer = _torch_layer if is_torch else _te_layer
 
     def spec(number: int) -> ModuleSpec:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import FAMILY_NAMES, FamilyName, tiny_model
+from tests.support.tiny_models import FAMILY_NAMES, VARIED_SETTINGS, FamilyName, tiny_model
 
 LAYOUTS = {"tp1": (), "tp2": ("--tp", 2), "tp2 sp": ("--tp", 2, "--sp"), "pp2": ("--pp", 2)}
 EXPERTS: tuple[FamilyName, ...] = ("qwen2_moe", "qwen3_moe")
-MODELS = (*FAMILY_NAMES, "odd", *EXPERTS)
+MODELS = (*FAMILY_NAMES, *VARIED_SETTINGS, "odd", *EXPERTS)
 NUM_PROMPTS = 16
 
 
@@ -27,11 +27,12 @@ def ragged_prompts(seed: int) -> list[list[int]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder a model, with its prompts. `odd`: one KV head, tied, and a vocabulary that needs padding."""
     folder = tmp_path_factory.mktemp("models")
-    for number, family in enumerate((*FAMILY_NAMES, *EXPERTS)):
-        tiny_model(folder / family, family, seed=number)
+    for number, family in enumerate((*FAMILY_NAMES, *EXPERTS, *VARIED_SETTINGS)):
+        tiny_model(folder / family, family, seed=number, **VARIED_SETTINGS.get(family, {}))
     tiny_model(folder / "odd", "llama", seed=7, tied=True, vocab_size=131, num_kv_heads=1)
     for number, name in enumerate(MODELS):
-        (folder / name / "prompts.json").write_text(json.dumps(ragged_prompts(number)))
+        prompts = ragged_prompts(number)[: 6 if name in VARIED_SETTINGS else NUM_PROMPTS]
+        (folder / name / "prompts.json").write_text(json.dumps(prompts))
     return folder
 
 
@@ -39,7 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hf(models: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    return {name: AutoModelForCausalLM.from_pretrained(models / name).eval() for name in MODELS}
+    return {
+        name: AutoModelForCausalLM.from_pretrained(models / name, attn_implementation="eager").eval() for name in MODELS
+    }
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.support.model_cases import (
     MOE_MODELS,
     MOE_VALUE_MODEL,
     VALUE_MODEL,
+    VARIED_VALUE_MODEL,
     make_models,
 )
 from tests.support.ranks import run_ranks
@@ -57,7 +58,7 @@ def test_numbers_are_hugging_faces(results: dict[str, dict[str, float]], layout:
     for case in MOE_CASES:
         del differences[case]
     differences.pop("packed experts", None)
-    assert set(differences) == {*LANGUAGE_MODELS, VALUE_MODEL}
+    assert set(differences) == {*LANGUAGE_MODELS, VALUE_MODEL, VARIED_VALUE_MODEL}
     assert max(differences.values()) <= 1e-4
 
 
@@ -72,7 +73,7 @@ def test_numbers_of_models_with_experts_are_hugging_faces(results: dict[str, dic
 
 
 EXPORTS = [
-    *((layout, case) for layout in LAYOUTS for case in (*LANGUAGE_MODELS, VALUE_MODEL, BF16_MODEL)),
+    *((layout, case) for layout in LAYOUTS for case in (*LANGUAGE_MODELS, VALUE_MODEL, VARIED_VALUE_MODEL, BF16_MODEL)),
     *((layout, case) for layout in (*LAYOUTS, *EXPERT_LAYOUTS) for case in MOE_CASES),
 ]
 

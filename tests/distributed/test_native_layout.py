@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model
 
-MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe")
+VARIED: tuple[FamilyName, ...] = ("phi3", "glm4", "gemma2", "gemma3_text")
+MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", *VARIED)
 NUM_PROMPTS = 7
 NEW_TOKENS = 10
 
@@ -25,6 +26,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "odd", "qwen2", seed=3, tied=True, vocab_size=131, num_kv_heads=1)
     tiny_model(folder / "qwen2_moe", "qwen2_moe", seed=4)
     tiny_model(folder / "qwen3_moe", "qwen3_moe", seed=5, num_layers=4, mlp_only_layers=[1], norm_topk_prob=True)
+    for number, family in enumerate(VARIED, start=6):
+        num_kv_heads = 1 if family == "gemma3_text" else 2
+        tiny_model(folder / family, family, seed=number, num_kv_heads=num_kv_heads, **VARIED_SETTINGS[family])
     generator = torch.Generator().manual_seed(0)
     for name in MODELS:
         lengths = torch.randint(1, 30, (NUM_PROMPTS,), generator=generator).tolist()
@@ -40,7 +44,7 @@ def expected(models: Path) -> dict[str, list[tuple[list[int], list[float]]]]:
 
     answers: dict[str, Any] = {}
     for name in MODELS:
-        model = AutoModelForCausalLM.from_pretrained(models / name).eval()
+        model = AutoModelForCausalLM.from_pretrained(models / name, attn_implementation="eager").eval()
         model.generation_config.eos_token_id = None
         answers[name] = []
         for prompt in json.loads((models / name / "prompts.json").read_text()):

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.parity import Runs, parity_runs, read_folder
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VARIED_SETTINGS, tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
@@ -31,7 +31,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("parity")
     # Tied: a pipeline has two copies of the embedding. A value head: the critic's body has a gradient at once.
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
-    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen3", tied=True, num_layers=2, value_head=True, seed=1))
+    # Of a family with a window, soft caps, and norms and scales of its own, all of which have gradients.
+    critic = tiny_tokenizer(
+        tiny_model(folder / "critic", "gemma2", num_layers=2, value_head=True, seed=1, **VARIED_SETTINGS["gemma2"])
+    )
     return parity_runs(folder, actor, critic, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
 
 

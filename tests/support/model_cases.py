@@ -1,31 +1,36 @@
 """The tiny models that import, export and log-probs are tested on, and what Hugging Face's own forward says of each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.support.tiny_models import FAMILY_NAMES, tiny_model
+from tests.support.tiny_models import FAMILY_NAMES, VARIED_SETTINGS, tiny_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
-LANGUAGE_MODELS = (*FAMILY_NAMES, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1")
-"""Cases with logits, float32; the last three have one KV head, or a vocabulary that no TP size divides."""
+LANGUAGE_MODELS = (
+    *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1",
+)  # fmt: skip
+"""Cases with logits, float32; the last five have one KV head, or a vocabulary that no TP size divides."""
 MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer")
 """Cases with experts: weights of a token's experts that sum to 1; a shared expert, and weights that don't; a layer
 without experts."""
 MOE_VALUE_MODEL = "qwen3_moe_value"
 VALUE_MODEL = "llama_value"
+VARIED_VALUE_MODEL = "gemma3_value"
 BF16_MODEL = "qwen2_bf16"
 
 
 def make_models(root: Path) -> None:
     """Writes every case under `root`, and `reference.pt` with Hugging Face's numbers beside each."""
-    make = {
+    make: dict[str, Callable[[Path], object]] = {
         "llama": lambda folder: tiny_model(folder, "llama", max_shard_size="20KB"),
         "qwen2": lambda folder: tiny_model(folder, "qwen2", tied=True),
         "qwen3": lambda folder: tiny_model(folder, "qwen3", tied=True, head_dim=16),
@@ -37,12 +42,21 @@ def make_models(root: Path) -> None:
         "qwen3_moe_dense_layer": lambda folder: tiny_model(folder, "qwen3_moe", mlp_only_layers=[0]),
         MOE_VALUE_MODEL: lambda folder: tiny_model(folder, "qwen3_moe", value_head=True, norm_topk_prob=True),
         VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
+        "phi3_kv1": lambda folder: tiny_model(folder, "phi3", num_kv_heads=1, vocab_size=131),
+        "gemma3_kv1": lambda folder: tiny_model(
+            folder, "gemma3_text", **VARIED_SETTINGS["gemma3_text"] | {"tied": False}, num_kv_heads=1, vocab_size=131
+        ),
+        VARIED_VALUE_MODEL: lambda folder: tiny_model(
+            folder, "gemma3_text", value_head=True, **VARIED_SETTINGS["gemma3_text"]
+        ),
         BF16_MODEL: lambda folder: tiny_model(folder, "qwen2", dtype=torch.bfloat16),
     }
+    for family, settings in VARIED_SETTINGS.items():
+        make[family] = partial(tiny_model, family=family, **settings)
     for name, write in make.items():
         write(root / name)
         if name != BF16_MODEL:
-            read = _hf_values if name in (VALUE_MODEL, MOE_VALUE_MODEL) else _hf_log_probs
+            read = _hf_values if name in (VALUE_MODEL, VARIED_VALUE_MODEL, MOE_VALUE_MODEL) else _hf_log_probs
             torch.save(read(root / name), root / name / "reference.pt")
 
 
@@ -66,7 +80,7 @@ class Reference:
 def _hf_log_probs(folder: Path) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens()).logits
+    logits = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()(tokens()).logits
     return logits[:, :-1].log_softmax(-1).gather(2, tokens()[:, 1:, None])[..., 0]
 
 
@@ -74,5 +88,5 @@ def _hf_log_probs(folder: Path) -> Tensor:
 def _hf_values(folder: Path) -> Tensor:
     from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     return model.score(model.model(tokens()).last_hidden_state)[..., 0]

@@ -6,9 +6,31 @@ from typing import Any, Literal
 
 import torch
 
-FamilyName = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+FamilyName = Literal[
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mistral", "phi3", "glm", "glm4", "gemma2", "gemma3_text"
+]
 FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
-"""The dense families."""
+"""The dense families that have nothing but Llama's parts."""
+
+VARIED_SETTINGS: dict[FamilyName, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "phi3": {"sliding_window": 11},
+    "glm": {},
+    "glm4": {},
+    "gemma2": {
+        "sliding_window": 7, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 0.8,
+        "final_logit_softcapping": 1.5, "tied": True,
+    },
+    "gemma3_text": {
+        "sliding_window": 7, "query_pre_attn_scalar": 12, "final_logit_softcapping": 1.5, "tied": True,
+        "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+}  # fmt: skip
+"""The dense families with more, and settings that make it count in short sequences. Hugging Face's models of them are
+to be loaded with `attn_implementation="eager"`: its other kinds of attention leave out Gemma 2's soft cap."""
 
 # Four experts, of which a token goes to two.
 EXPERT_SETTINGS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -45,7 +67,9 @@ def tiny_model(
     import transformers
 
     names = {
-        "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"
+        "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
+        "mistral": "Mistral", "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gemma2": "Gemma2",
+        "gemma3_text": "Gemma3Text",
     }  # fmt: skip
     name = names[family]
     if not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
@@ -71,6 +95,8 @@ def tiny_model(
     )
     if value_head:
         config.num_labels = 1
+    if not value_head:
+        name = name.removesuffix("Text")  # Gemma3ForCausalLM is the text model
     model = getattr(transformers, f"{name}For{'SequenceClassification' if value_head else 'CausalLM'}")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -49,6 +49,19 @@ def test_defaults_of_the_configuration_classes() -> None:
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
         ("llama", {"num_attention_heads": 30}, "no multiple of num_key_value_heads 8"),
         ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0; it has to be at least 1"),
+        ("mistral", {"layer_types": ["sliding_attention"]}, "layer_types is"),
+        ("mistral", {"attention_bias": True}, "attention_bias is True"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop is 0.1"),
+        ("glm", {"hidden_act": "gelu"}, "supported: 'silu'"),
+        ("gemma2", {"hidden_activation": "gelu"}, "supported: 'gelu_pytorch_tanh'"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 16 layers"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear' is not supported"),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": LLAMA3_ROPE}}, "of sliding layers is not supported"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 16}, "16 layers, chunked_attention; supported"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias is True"),
@@ -73,11 +86,63 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no config\.json"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"'gpt2'; supported: llama, qwen2, qwen2_moe, qwen3, qwen3_moe$"):
+    with pytest.raises(ConfigError, match=r"'gpt2'; supported: gemma2, .*, llama, .*, qwen3_moe$"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{\n"model_type" "llama"}')
     with pytest.raises(DataError, match=r"config\.json:2"):
         read_model(tmp_path)
+
+
+def test_windows_that_hide_nothing_are_none() -> None:
+    def read(family: str, **settings: Any) -> tuple[int | None, list[int]]:
+        shape = FAMILIES[family].shape(LLAMA | {"model_type": family, "num_hidden_layers": 6} | settings)
+        return shape.window, sorted(shape.local_layers)
+
+    every = list(range(6))
+    assert read("mistral") == (4096, every)  # the configuration class's value
+    assert read("mistral", sliding_window=None) == (None, every)
+    assert read("mistral", sliding_window=131071) == (131071, every)
+    assert read("mistral", sliding_window=131072) == (None, every)  # a query sees all positions that there are
+    assert read("phi3", sliding_window=2047) == (2047, every) and read("phi3") == (None, every)
+    assert read("gemma2") == (4096, [0, 2, 4])
+    assert read("gemma3_text", sliding_window=512) == (512, [0, 1, 2, 3, 4])
+    assert read("gemma3_text", sliding_window_pattern=3) == (4096, [0, 1, 3, 4])
+    kinds = ["full_attention", "sliding_attention"] * 3
+    assert read("gemma3_text", layer_types=kinds) == (4096, [1, 3, 5])
+
+
+def test_partial_rope_of_both_ways_of_writing() -> None:
+    glm = FAMILIES["glm"].shape(LLAMA)
+    assert (glm.rotary_percent, glm.rotary_interleaved, glm.head_dim, glm.qkv_bias) == (0.5, True, 128, True)
+    assert FAMILIES["glm4"].shape(LLAMA | {"partial_rotary_factor": 0.25}).rotary_percent == 0.25
+    nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.75}}
+    phi = FAMILIES["phi3"].shape(LLAMA | nested)
+    assert (phi.rotary_percent, phi.rope_theta, phi.rotary_interleaved) == (0.75, 5e5, False)
+    assert FAMILIES["phi3"].shape(LLAMA).rotary_percent == 1.0
+
+
+def test_gemma_reads_caps_scales_and_two_ropes() -> None:
+    gemma2 = FAMILIES["gemma2"].shape(LLAMA)
+    assert (gemma2.attention_softcap, gemma2.logit_softcap, gemma2.softmax_scale) == (50.0, 30.0, 1 / 16)
+    off = FAMILIES["gemma2"].shape(LLAMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (off.attention_softcap, off.logit_softcap) == (None, None)
+    # As google/gemma-3-1b-it has them, and as transformers 5 saves them.
+    before = FAMILIES["gemma3_text"].shape(LLAMA | {"rope_theta": 1e6, "rope_local_base_freq": 10000})
+    nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    assert before == FAMILIES["gemma3_text"].shape(LLAMA | {"rope_parameters": nested})
+    assert (before.rope_theta, before.local_rope_theta, before.logit_softcap, before.head_dim) == (1e6, 1e4, None, 256)
+    assert before.qk_norm and before.zero_centered_norms and before.residual_norms and before.tied
+    assert before.embedding_scale == 2048**0.5 and before.activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "glm4"])
+def test_transformer_engine_is_refused_where_layers_are_torch_alone(family: str) -> None:
+    from megappo.models.spec import block_spec
+
+    assert FAMILIES[family].shape(LLAMA).needs_torch_layers
+    assert not FAMILIES["glm"].shape(LLAMA).needs_torch_layers
+    with pytest.raises(ConfigError, match=r"model\.layers: 'te', but this family's"):
+        block_spec("te", "grouped", FAMILIES[family].shape(LLAMA), [0])
 
 
 def test_layouts_that_do_not_divide_experts() -> None:

@@ -17,7 +17,7 @@ from megappo.errors import ConfigError
 from megappo.models.families import FAMILIES, PLANNABLE
 from megappo.models.families.published import PUBLISHED
 
-SHAPES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe")
+SHAPES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-phi3", "tiny-gemma2")
 LAYOUTS = (
     ("1-2-1", 1), ("1-4-1", 2), ("1-4-1", 1), ("2-2-1", 2), ("2-2-1", 1), ("1-2-2", 2), ("2-2-2", 4), ("2-2-2", 2),
     ("2-2-2", 1), ("1-1-2", 2), ("4-1-2", 2), ("1-8-1", 2), ("2-1-4", 4), ("1-8-1", 4),

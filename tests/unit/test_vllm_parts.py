@@ -1,9 +1,11 @@
 """The parts of the vLLM engine that need no vLLM: groups, replacements, what is kept, requests in and out."""
 
 import importlib.util
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.grid import GenerationGrid, TrainingGrid
+from megappo.config.rollout import RolloutConfig
 from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.engines.vllm import generation
 from megappo.engines.vllm.environment import prepare_environment, process_state_kept
 from megappo.engines.vllm.patches import _in_given_order, _renumbered, default_group_kept, replaced
+from megappo.engines.vllm.start import check_engine
 from megappo.errors import ConfigError
+from megappo.models.architecture import read_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3)
 
@@ -31,6 +36,17 @@ def test_groups_of_vllm_become_the_replicas() -> None:
     assert (rest, settings) == ((0, "gloo"), {"group_name": "tp"})
     singles, _, _ = made([[rank] for rank in range(8)])
     assert sorted(singles) == [[rank] for rank in range(8)]
+
+
+def test_a_family_that_vllm_has_no_layers_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megappo.engines.vllm.start.prepare_environment", lambda: None)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    config = sizes | {"vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm"}))
+    with pytest.raises(ConfigError, match=r"no layers of its own for model_type 'glm' .* set it to native"):
+        check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
+    check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
 
 
 def with_sort_ranks(ranks: list[int] | None, backend: str | None = None, sort_ranks: bool = True) -> list[int] | None:

@@ -86,6 +86,37 @@ def test_norms_have_a_name_with_and_without_transformer_engine() -> None:
     assert rule(names[1]).shard(2, 1) == (Segment("model.layers.0.input_layernorm.weight", 0, 8),)
 
 
+def test_q_k_and_v_of_one_tensor_are_cut_like_those_of_three() -> None:
+    # Query rows 0–7, key rows 8–11, value rows 12–15 of one tensor, in the order of the groups.
+    source = "model.layers.1.self_attn.qkv_proj.weight"
+    fused = rule(QKV, family="phi3")
+    assert fused.shard(2, 0) == (Segment(source, 0, 4), Segment(source, 8, 2), Segment(source, 12, 2))
+    assert fused.shard(2, 1) == (Segment(source, 4, 4), Segment(source, 10, 2), Segment(source, 14, 2))
+    gate_up = "model.layers.0.mlp.gate_up_proj.weight"
+    for family in ("phi3", "glm", "glm4"):
+        both = rule("decoder.layers.0.mlp.linear_fc1.weight", family=family)
+        assert both.shard(2, 1) == (Segment(gate_up, 3, 3), Segment(gate_up, 9, 3))
+        assert FAMILIES[family].weight_map(SHAPE, "lm").tensors[gate_up] == (12, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "after_attention", "before_mlp", "after_mlp"),
+    [
+        ("glm4", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        ("gemma2", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        ("gemma3_text", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ],
+)
+def test_norms_on_the_way_to_the_residual_stream(
+    family: str, after_attention: str, before_mlp: str, after_mlp: str
+) -> None:
+    for name, source in (
+        ("self_attn_bda.norm", after_attention), ("pre_mlp_layernorm", before_mlp), ("mlp_bda.norm", after_mlp)
+    ):  # fmt: skip
+        one = rule(f"decoder.layers.1.{name}.weight", family=family)
+        assert one.sources == (f"model.layers.1.{source}.weight",) and one.axis is None
+
+
 def test_heads() -> None:
     assert rule("output_layer.weight").sources == ("lm_head.weight",)
     tied = rule("output_layer.weight", replace(SHAPE, tied=True))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +33,8 @@ class Case:
     def make_model(self, folder: Path) -> Path:
         # Heads of 32, the smallest that vLLM attends to on a CPU; a vocabulary that has padding.
         experts = {"moe_intermediate_size": 64} if self.family.endswith("_moe") else {}
-        tiny_model(folder, self.family, tied=self.tied, vocab_size=100, hidden_size=128, head_dim=32, **experts)
+        settings = experts | VARIED_SETTINGS.get(self.family, {}) | {"tied": self.tied}
+        tiny_model(folder, self.family, vocab_size=100, hidden_size=128, head_dim=32, **settings)
         return tiny_tokenizer(folder, vocab_size=100)
 
     def arguments(self, model: Path, export: Path) -> tuple[object, ...]:
@@ -47,6 +48,8 @@ CASES = {
     "tp2 to two replicas": Case("qwen2", tied=True, tp=2, generation_tp=1),
     "tp2 pp2 to tp4": Case("qwen3", tied=True, tp=2, pp=2, generation_tp=4),
     "ep2 to tp2": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2),
+    "gemma2 tp2 to two replicas": Case("gemma2", tied=True, tp=2, generation_tp=1),
+    "phi3 tp2 to tp2, direct": Case("phi3", tied=False, tp=2, generation_tp=2, weights="direct"),
     "tp2 to tp2, direct": Case("qwen2", tied=True, tp=2, generation_tp=2, weights="direct", seed_per_request=False),
     "ep2 to tp2, direct": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
 }
@@ -118,6 +121,8 @@ def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome
         "ep2 to tp2": [[0, 1]],
         "tp2 to tp2, direct": [[0, 1]],
         "ep2 to tp2, direct": [[0, 1]],
+        "gemma2 tp2 to two replicas": [[0], [1]],
+        "phi3 tp2 to tp2, direct": [[0, 1]],
     }
 
 

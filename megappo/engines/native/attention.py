@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megappo.engines.native.cache import KVCache
 from megappo.engines.native.tokens import PrefillTokens, StepTokens
+from megappo.models.scores import softcapped_attention
 
 
 class CurrentStep:
@@ -31,12 +32,22 @@ class CachedAttention(nn.Module):
     (this rank's heads, RoPE applied) → [T, 1, heads · head_dim]. Rows of padding are 0.
     """
 
-    def __init__(self, layer: int, cache: KVCache, step: CurrentStep, softmax_scale: float | None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        cache: KVCache,
+        step: CurrentStep,
+        softmax_scale: float | None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self._layer = layer
         self._cache = cache
         self._step = step
         self._scale = softmax_scale  # None: 1 / sqrt(head_dim)
+        self._window = window  # None: all cached positions
+        self._softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
         tokens = self._step.tokens
@@ -58,8 +69,16 @@ class CachedAttention(nn.Module):
         key, value = self._cache.layers[self._layer][:, : tokens.num_decoding, :, : tokens.longest_decoding]
         # The query heads that share a KV head take the place of the query positions: nothing is repeated.
         grouped = query.unflatten(1, (key.shape[1], -1))
-        mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=tokens.is_visible, scale=self._scale)
+        mixed = self._mix(grouped, key, value, self._in_window(tokens))
         return mixed.flatten(1, 2)
+
+    def _in_window(self, tokens: StepTokens) -> Tensor:
+        """`is_visible` of the step without the positions that the window hides."""
+        if self._window is None or tokens.longest_decoding <= self._window:
+            return tokens.is_visible
+        first = tokens.positions[: tokens.num_decoding] - self._window + 1
+        places = torch.arange(tokens.longest_decoding, device=first.device)
+        return tokens.is_visible & (places >= first[:, None])[:, None, None]
 
     def _prefill(self, query: Tensor, prefill: PrefillTokens) -> Tensor:
         """Whole prompts: [prompt tokens, heads, head_dim] → the same. Right-padded, so that causal is all the mask."""
@@ -72,5 +91,20 @@ class CachedAttention(nn.Module):
             part[slots, :, : prefill.longest].repeat_interleave(num_heads // part.shape[1], dim=1)
             for part in self._cache.layers[self._layer]
         )
-        mixed = F.scaled_dot_product_attention(padded, key, value, is_causal=True, scale=self._scale)
+        hides = self._window is not None and prefill.longest > self._window
+        visible = None
+        if hides or self._softcap is not None:
+            visible = torch.ones(prefill.longest, prefill.longest, dtype=torch.bool, device=query.device).tril()
+            if hides:
+                visible = visible.triu(1 - self._window)  # type: ignore[operator]
+        mixed = self._mix(padded, key, value, visible)
         return mixed[prefill.prompts, :, prefill.positions]
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """Attention of [..., queries, head_dim] to what `visible` [..., queries, keys] shows; None is causal."""
+        if self._softcap is not None:
+            assert visible is not None, "a soft cap is computed with a mask that is written out"
+            return softcapped_attention(query, key, value, visible, self._scale, self._softcap)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self._scale
+        )

@@ -31,6 +31,7 @@ from megappo.engines.native.ranks import DecodingRanks
 from megappo.models.build import llama3_frequencies, transformer_config
 from megappo.models.families.base import ModelShape
 from megappo.models.layers import CoreAttention
+from megappo.models.variants import add_variants
 from megappo.parallel.mesh import Mesh
 
 
@@ -55,11 +56,13 @@ def build_piece_model(
         parallel_output=True,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
+        rotary_percent=shape.rotary_percent,
         rotary_base=shape.rope_theta,
         pg_collection=groups,
     )
     model.embedding.word_embeddings = VocabularyPieces()
     model.output_layer = OutputPieces()
+    add_variants(model, shape, NormPieces, "lm")
     if shape.moe is not None:
         for number, layer in enumerate(model.decoder.layers):
             if number not in shape.moe.dense_layers:

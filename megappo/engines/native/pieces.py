@@ -5,15 +5,20 @@ same numbers up to the order of a sum. No two pieces are ever put together: thei
 parameter are is said in `engines/hybrid/weights.py`; the model that is built of these modules in `piece_model.py`.
 """
 
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megappo.engines.hybrid.weights import GenerationWeights, Pieces
 from megappo.engines.native.ranks import DecodingRanks
+from megappo.models.layers import rms_norm
 
 
 def linear_rows(hidden: Tensor, pieces: Pieces) -> Tensor:
@@ -98,13 +103,14 @@ class RowPieces(PieceModule):
 class NormPieces(PieceModule):
     """RMSNorm over the last dimension."""
 
-    def __init__(self, *_: Any, eps: float, **__: Any) -> None:
+    def __init__(self, *_: Any, eps: float, config: TransformerConfig | None = None, **__: Any) -> None:
         super().__init__()
         self._eps = eps
+        self._is_zero_centered = config is not None and config.layernorm_zero_centered_gamma
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight = self.whole("weight")
-        return F.rms_norm(hidden, weight.shape, weight, self._eps)
+        return rms_norm(hidden, weight, self._eps, is_zero_centered=self._is_zero_centered)
 
 
 class VocabularyPieces(PieceModule):
@@ -130,10 +136,11 @@ class OutputPieces(PieceModule):
 
 
 class MLPPieces(PieceModule):
-    """The gated feed-forward part of a dense layer: down(silu(gate) · up), gate and up in one weight."""
+    """The gated feed-forward part of a dense layer: down(act(gate) · up), gate and up in one weight."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: Any, config: TransformerConfig | None = None, **__: Any) -> None:
         super().__init__()
+        self._activation = F.silu if config is None else config.activation_func
         self.linear_fc1 = ColumnPieces()
         self.linear_fc2 = RowPieces()
 
@@ -142,10 +149,10 @@ class MLPPieces(PieceModule):
 
     def partial(self, hidden: Tensor) -> Tensor:
         """This rank's part of the sum."""
-        return self.linear_fc2.partial(gated(self.linear_fc1(hidden)[0]))
+        return self.linear_fc2.partial(gated(self.linear_fc1(hidden)[0], self._activation))
 
 
-def gated(gate_and_up: Tensor) -> Tensor:
-    """[..., 2 · n] → silu(first half) · second half, [..., n]."""
+def gated(gate_and_up: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """[..., 2 · n] → activation(first half) · second half, [..., n]."""
     gate, up = gate_and_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activation(gate) * up

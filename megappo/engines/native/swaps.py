@@ -6,6 +6,7 @@ and calls `output_layer(hidden, weight=…, runtime_gather_output=…)`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from megappo.engines.native.attention import CachedAttention, CurrentStep
 from megappo.engines.native.cache import KVCache
 from megappo.engines.native.pieces import OutputPieces
+from megappo.models.scores import softcapped
+from megappo.models.variants import logit_softcap
 
 
 class PositionRows(nn.Module):
@@ -37,9 +40,10 @@ class PositionRows(nn.Module):
 class LogitRows(nn.Module):
     """The output layer, for the rows that draw a token: hidden [T or T / tp, 1, H] → [rows, 1, vocabulary / tp]."""
 
-    def __init__(self, output_layer: nn.Module, step: CurrentStep) -> None:
+    def __init__(self, output_layer: nn.Module, softcap: float | None, step: CurrentStep) -> None:
         super().__init__()
         self._output_layer = output_layer
+        self._softcap = softcap
         self._step = step
 
     @property
@@ -53,7 +57,9 @@ class LogitRows(nn.Module):
         if self._output_layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._output_layer.tp_group)
         rows = hidden[self._step.tokens.logit_rows]
-        return F.linear(rows, self.weight if weight is None else weight), None
+        # Not through the layer, so that what `variants.py` hangs behind it is called here.
+        logits = F.linear(rows, self.weight if weight is None else weight)
+        return softcapped(logits, self._softcap), None
 
 
 @contextmanager
@@ -77,15 +83,23 @@ def decoding(model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep
             module.training = True
 
 
+def _cached_attention(layer: nn.Module, number: int, cache: KVCache, step: CurrentStep) -> CachedAttention:
+    attention: Any = layer.self_attention
+    core = attention.core_attention
+    # Transformer Engine's attention has neither; models that need them have megappo's.
+    window, softcap = getattr(core, "window", None), getattr(core, "softcap", None)
+    return CachedAttention(number, cache, step, attention.config.softmax_scale, window, softcap)
+
+
 def _swaps(
     model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep
 ) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, attribute, module that takes its place)."""
     swaps: list[tuple[nn.Module, str, nn.Module]] = [
-        (layer.self_attention, "core_attention", CachedAttention(number, cache, step, model.config.softmax_scale))
+        (layer.self_attention, "core_attention", _cached_attention(layer, number, cache, step))
         for number, layer in enumerate(model.decoder.layers)
     ]
     swaps.append((model, "rotary_pos_emb", PositionRows(model.rotary_pos_emb, max_length, step)))
     if model.post_process:
-        swaps.append((model, "output_layer", LogitRows(model.output_layer, step)))
+        swaps.append((model, "output_layer", LogitRows(model.output_layer, logit_softcap(model), step)))
     return swaps

@@ -22,6 +22,8 @@ from megappo.parallel.mesh import Mesh
 
 LOAD_FORMAT = "megappo"
 SHARED_MEMORY = Path("/dev/shm")
+WITHOUT_LAYERS = ("glm",)
+"""Families that vLLM runs in Hugging Face's own modules (0.32.0)."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that vLLM's attention on CPUs has kernels for (0.32.0)."""
 
@@ -34,6 +36,11 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
         raise ConfigError(
             f"rollout.max_model_len: {max_model_len} tokens are more than the {shape.max_positions} positions of "
             f"{spec.folder}; shorten data.max_prompt_length or data.max_response_length"
+        )
+    if spec.family.model_type in WITHOUT_LAYERS:
+        raise ConfigError(
+            f"rollout.engine: vllm has no layers of its own for model_type {spec.family.model_type!r} ({spec.folder}), "
+            "whose parameters megappo would know; set it to native"
         )
     if not runtime.on_cpu:
         return

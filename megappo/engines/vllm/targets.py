@@ -44,7 +44,7 @@ class VLLMTargets:
             if self._expert_parallel:
                 experts = linear_experts(rule.experts, size, place)
                 segments = shard_segments(rule, 1, 0)
-        elif ".q_proj." in rule.sources[0]:
+        elif ".q_proj." in rule.sources[0] or ".qkv_proj." in rule.sources[0]:
             segments = self._qkv(kind, place)
         return Target(
             name=vllm_name(kind),
@@ -59,15 +59,21 @@ class VLLMTargets:
     def _qkv(self, kind: Kind, place: int) -> tuple[Segment, ...]:
         """The rank's q rows, its k rows, its v rows."""
         size, shape = self._grid.tp, self._shape
-        query, key, value = kind.rule.sources
-        query_rows = shape.num_heads * shape.head_dim // size
+        all_query_rows, all_kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        query_rows = all_query_rows // size
         copies = max(1, size // shape.num_kv_heads)  # ranks that hold the same KV head
         kv_rows = shape.num_kv_heads * shape.head_dim * copies // size
         first = place // copies * kv_rows
+        if len(kind.rule.sources) == 1:  # one tensor with the rows of all three
+            query = key = value = kind.rule.sources[0]
+            key_start, value_start = all_query_rows, all_query_rows + all_kv_rows
+        else:
+            query, key, value = kind.rule.sources
+            key_start = value_start = 0
         return (
             Segment(query, place * query_rows, query_rows),
-            Segment(key, first, kv_rows),
-            Segment(value, first, kv_rows),
+            Segment(key, key_start + first, kv_rows),
+            Segment(value, value_start + first, kv_rows),
         )
 
 

@@ -90,9 +90,10 @@ class LoadTransfer:
         worker.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
         if self._spec.shape.tied:
             # A tied head is loaded with the embedding, but on a CPU it multiplies with a packed copy of its own, which
-            # vLLM does not make anew (0.32.0).
-            head: Any = vllm_model.lm_head
-            head.quant_method.process_weights_after_loading(head)
+            # vLLM does not make anew (0.32.0). Gemma 2 has no head: its embedding multiplies too.
+            head: Any = getattr(vllm_model, "lm_head", None)
+            if head is not None:
+                head.quant_method.process_weights_after_loading(head)
         left = next(tensors, None)
         assert left is None, f"vLLM's loader stopped before tensor {left and left[0]}: it does not take all of them"
         moved.copied = self._weight_bytes

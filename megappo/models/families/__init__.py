@@ -2,14 +2,32 @@
 
 from megappo.models.families.base import Family
 from megappo.models.families.deepseek_v3 import DeepseekV3
+from megappo.models.families.gemma2 import Gemma2
+from megappo.models.families.gemma3 import Gemma3Text
+from megappo.models.families.glm4 import Glm, Glm4
 from megappo.models.families.llama import Llama
+from megappo.models.families.mistral import Mistral
+from megappo.models.families.phi3 import Phi3
 from megappo.models.families.qwen2 import Qwen2
 from megappo.models.families.qwen2_moe import Qwen2Moe
 from megappo.models.families.qwen3 import Qwen3
 from megappo.models.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe())
+    family.model_type: family
+    for family in (
+        Llama(),
+        Qwen2(),
+        Qwen3(),
+        Qwen2Moe(),
+        Qwen3Moe(),
+        Mistral(),
+        Phi3(),
+        Glm(),
+        Glm4(),
+        Gemma2(),
+        Gemma3Text(),
+    )
 }
 
 PLANNABLE: dict[str, Family] = {family.model_type: family for family in (DeepseekV3(),)}

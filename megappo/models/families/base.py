@@ -5,13 +5,16 @@ One file a family beside this one; `families/__init__.py` lists them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megappo.errors import ConfigError
 from megappo.models.weight_map import Head, WeightMap
 
 HFConfig = Mapping[str, Any]
 """The contents of a `config.json`."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,41 @@ class ModelShape:
     """None for a dense model."""
     latent: LatentShape | None = None
     """None for grouped-query attention."""
+    activation: Activation = "silu"
+    """Of the gate in feed-forward parts."""
+    rotary_percent: float = 1.0
+    """The part of each head, from its first element on, that RoPE turns."""
+    rotary_interleaved: bool = False
+    """RoPE turns elements 2 i and 2 i + 1 together instead of i and i + half."""
+    local_layers: frozenset[int] = frozenset()
+    """Layers, counted over the model from 0, that `window` and `local_rope_theta` are for."""
+    window: int | None = None
+    """Keys that a query of a local layer sees, its own the last; None where it is no less than `max_positions`."""
+    local_rope_theta: float | None = None
+    """None: local layers have the RoPE of the others."""
+    softmax_scale: float | None = None
+    """What attention scores are multiplied with; None is 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """c: attention scores s become c · tanh(s / c)."""
+    logit_softcap: float | None = None
+    """The same for vocabulary logits."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied with, rounded to their type before."""
+    zero_centered_norms: bool = False
+    """Every RMSNorm multiplies with 1 + weight."""
+    residual_norms: bool = False
+    """What attention and feed-forward part add to the residual stream goes through a norm of its own."""
 
     @property
     def queries_per_group(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def needs_torch_layers(self) -> bool:
+        """Whether something is computed in megappo's torch layers alone."""
+        switches = (self.window, self.attention_softcap, self.zero_centered_norms, self.residual_norms)
+        return any(map(bool, switches))
 
 
 class Family(Protocol):
@@ -144,6 +177,25 @@ def read_rope(config: HFConfig) -> tuple[float, Llama3RopeScaling | None]:
         high_freq_factor=float(required(scaling, "high_freq_factor")),
         original_max_positions=int(required(scaling, "original_max_position_embeddings")),
     )
+
+
+def window_of(config: HFConfig) -> int | None:
+    """`sliding_window` of config.json where it hides anything: None where a query sees all `max_position_embeddings`.
+
+    Raises ConfigError where it is no size.
+    """
+    window = config.get("sliding_window")
+    if window is None:
+        return None
+    if int(window) < 1:
+        raise ConfigError(f"config.json: sliding_window is {window}; it has to be at least 1, or null for none")
+    return int(window) if int(window) < int(required(config, "max_position_embeddings")) else None
+
+
+def read_rotary_percent(config: HFConfig, default: float) -> float:
+    """`partial_rotary_factor`, in `rope_parameters` (transformers 5) or beside it (before)."""
+    percent = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return default if percent is None else float(percent)
 
 
 def read_shape(config: HFConfig, *, qkv_bias: bool, qk_norm: bool, default_tied: bool) -> ModelShape:

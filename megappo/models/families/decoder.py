@@ -4,8 +4,8 @@ a layer.
 Imports no torch. The names on the left are Megatron's, those on the right Hugging Face's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from megappo.models.families.base import ModelShape
 from megappo.models.weight_map import Block, Head, Rule, Segment, Shape, WeightMap
@@ -66,22 +66,77 @@ def dense_mlp(
     return LayerPart({gate: rows, up: rows, down: (shape.hidden_size, ffn)}, rules)
 
 
+def stored_together(part: LayerPart, names: Sequence[str], name: str) -> LayerPart:
+    """The part with its tensors `names` as row blocks, in this order, of one tensor `name`."""
+    tensors = {each: shape for each, shape in part.tensors.items() if each not in names}
+    rows, starts = 0, {}
+    for each in names:
+        starts[each] = rows
+        rows += part.tensors[each][0]
+    tensors[name] = (rows, *part.tensors[names[0]][1:])
+
+    def moved(segment: Segment) -> Segment:
+        if segment.source not in starts:
+            return segment
+        return Segment(name, starts[segment.source] + segment.start, segment.length)
+
+    rules = [replace(rule, blocks=tuple(tuple(map(moved, block)) for block in rule.blocks)) for rule in part.rules]
+    return LayerPart(tensors, tuple(rules))
+
+
+def fused_qkv_attention(shape: ModelShape, layer: int) -> LayerPart:
+    """`grouped_attention` whose q, k and v rows are one tensor in Hugging Face's model too (Phi-3)."""
+    prefix = f"model.layers.{layer}.self_attn."
+    names = [f"{prefix}{name}_proj.weight" for name in ("q", "k", "v")]
+    return stored_together(grouped_attention(shape, layer), names, f"{prefix}qkv_proj.weight")
+
+
+def fused_gate_up_mlp(shape: ModelShape, layer: int) -> LayerPart:
+    """`dense_mlp` whose gate and up rows are one tensor in Hugging Face's model too (Phi-3, GLM-4)."""
+    prefix = f"model.layers.{layer}.mlp."
+    names = [f"{prefix}{name}_proj.weight" for name in ("gate", "up")]
+    return stored_together(dense_mlp(shape, layer), names, f"{prefix}gate_up_proj.weight")
+
+
 Part = Callable[[ModelShape, int], LayerPart]
 """From the shape and the number of a layer to that layer's attention or feed-forward part."""
 
 
+@dataclass(frozen=True)
+class NormNames:
+    """Hugging Face's names of a layer's norms; None where the layer has none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    """Of what attention adds to the residual stream."""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+    """Of what the feed-forward part adds to the residual stream."""
+
+
+PRE_NORMS = NormNames()
+"""One before each part, as in Llama."""
+
+
 def decoder_weight_map(
-    shape: ModelShape, head: Head, *, attention: Part = grouped_attention, mlp: Part = dense_mlp
+    shape: ModelShape,
+    head: Head,
+    *,
+    attention: Part = grouped_attention,
+    mlp: Part = dense_mlp,
+    norms: NormNames = PRE_NORMS,
 ) -> WeightMap:
     """Embedding, layers, final norm and head. A value model has its own head and is never tied."""
     tensors: dict[str, Shape] = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
     rules = [_vocabulary_rule("embedding.word_embeddings.weight", EMBEDDING, shape)]
     for layer in range(shape.num_layers):
         part = (
-            _norm(shape, layer, "input_layernorm", "self_attention.linear_qkv", "input_layernorm")
+            _norm(shape, layer, "input_layernorm", "self_attention.linear_qkv", norms.before_attention)
             + attention(shape, layer)
-            + _norm(shape, layer, "pre_mlp_layernorm", "mlp.linear_fc1", "post_attention_layernorm")
+            + _residual_norm(shape, layer, "self_attn_bda", norms.after_attention)
+            + _norm(shape, layer, "pre_mlp_layernorm", "mlp.linear_fc1", norms.before_mlp)
             + mlp(shape, layer)
+            + _residual_norm(shape, layer, "mlp_bda", norms.after_mlp)
         )
         tensors |= part.tensors
         rules += part.rules
@@ -104,6 +159,14 @@ def _norm(shape: ModelShape, layer: int, own_name: str, fused_into: str, source:
     ours, tensor = f"decoder.layers.{layer}.", f"model.layers.{layer}.{source}.weight"
     names = (f"{ours}{own_name}.weight", f"{ours}{fused_into}.layer_norm_weight")
     return LayerPart({tensor: (shape.hidden_size,)}, (whole(*names, source=tensor, length=shape.hidden_size),))
+
+
+def _residual_norm(shape: ModelShape, layer: int, own_name: str, source: str | None) -> LayerPart:
+    """The norm in Megatron's step that adds to the residual stream (`models/variants.py`)."""
+    if source is None:
+        return LayerPart({}, ())
+    ours, tensor = f"decoder.layers.{layer}.{own_name}.norm.weight", f"model.layers.{layer}.{source}.weight"
+    return LayerPart({tensor: (shape.hidden_size,)}, (whole(ours, source=tensor, length=shape.hidden_size),))
 
 
 def _fused_qkv(shape: ModelShape, prefix: str, kind: str) -> Block:

@@ -21,6 +21,8 @@ PUBLISHED: MappingProxyType[str, HFConfig] = MappingProxyType(
             "model_type": "qwen2", "tie_word_embeddings": True, **_TINY, "hidden_size": 256, "num_key_value_heads": 2,
         },
         "tiny-qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, **_TINY},
+        "tiny-phi3": {"model_type": "phi3", "tie_word_embeddings": False, **_TINY},
+        "tiny-gemma2": {"model_type": "gemma2", **_TINY},
         "tiny-qwen3-moe": {
             "model_type": "qwen3_moe", "tie_word_embeddings": False, **_TINY, **_EXPERTS, "num_experts": 8,
             "num_experts_per_tok": 2, "moe_intermediate_size": 64,

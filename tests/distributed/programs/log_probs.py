@@ -35,6 +35,7 @@ from tests.support.model_cases import (
     MOE_MODELS,
     MOE_VALUE_MODEL,
     VALUE_MODEL,
+    VARIED_VALUE_MODEL,
     Reference,
     tokens,
 )
@@ -89,7 +90,8 @@ def check_dense(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
     differences: dict[str, float] = {}
     for case in LANGUAGE_MODELS:
         differences[case] = check_language_model(mesh, models / case, exports / case)
-    differences[VALUE_MODEL] = check_value_model(mesh, models / VALUE_MODEL, exports / VALUE_MODEL)
+    for case in (VALUE_MODEL, VARIED_VALUE_MODEL):
+        differences[case] = check_value_model(mesh, models / case, exports / case)
     differences["zero value head"] = check_value_model(mesh, models / "qwen3", None)
     spec = read_model(models / BF16_MODEL)
     model = build_model(spec, mesh, dtype=torch.bfloat16, layers="auto", head="lm")
@@ -97,7 +99,8 @@ def check_dense(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
     export_hf(model, spec, mesh, exports / BF16_MODEL, max_shard_bytes=20_000)
     differences |= check_vocab(mesh)
     if mesh.pp == 1:
-        differences["packed"] = check_packed(mesh, models / "qwen3")
+        cases = ("qwen3", "phi3", "gemma2", "gemma3_text")
+        differences["packed"] = max(check_packed(mesh, models / case) for case in cases)
     check_collectives(mesh)
     check_refusals(mesh, models, exports)
     return differences
