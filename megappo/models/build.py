@@ -17,6 +17,8 @@ from megappo.config.layout import LayoutConfig
 from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
+from megappo.models.router import Routing
+from megappo.models.routing import moe_layers
 from megappo.models.spec import Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -43,9 +45,10 @@ def build_model(
     config = transformer_config(shape, mesh, dtype)
     num_layers = shape.num_layers // mesh.pp
     numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
+    routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(layers, experts, shape, numbers),
+        transformer_layer_spec=block_spec(layers, experts, shape, numbers, routing),
         vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
         max_sequence_length=shape.max_positions,
         pre_process=mesh.is_first_stage,
@@ -66,6 +69,7 @@ def build_model(
             sequence_parallel=mesh.sequence_parallel,
             tp_group=mesh.tp_group,
         )
+    model.expert_routing = routing
     model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
     _mark_shards(model, spec, head)
     return model
