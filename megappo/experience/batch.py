@@ -87,6 +87,10 @@ class ExperienceBatch:
         batch.rollout_log_probs[batch.response_mask] = torch.tensor(log_probs, dtype=torch.float32)
         own = [value for sample in samples for value in sample.mask or (True,) * len(sample.response_ids)]
         batch.response_mask[batch.response_mask.clone()] = torch.tensor(own, dtype=torch.bool)
+        experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        if experts:
+            assert len(experts) == len(samples), "all samples of a step have their experts, or none"
+            batch = batch.fill(routed_experts=torch.cat(experts))
         baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
         if not baselines:
             return batch

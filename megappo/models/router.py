@@ -28,8 +28,8 @@ Recorder = Callable[[int, Tensor], None]
 class RouterLosses:
     """The losses of the routers on one minibatch, in shares of global means: any cut of it gives the same gradient.
 
-    Balance, of each layer (Switch Transformer, arXiv 2101.03961): experts / (top_k · N²) · Σ_e c_e · Σ_t p_te over its N
-    tokens, with c_e the tokens that expert e gets; 1 where all get alike. z (ST-MoE, arXiv 2202.08906): the mean over
+    Balance, of each layer (Switch Transformer, arXiv 2101.03961): experts / (top_k · N²) · Σ_e c_e · Σ_t p_te over its
+    N tokens, with c_e the tokens that expert e gets; 1 where all get alike. z (ST-MoE, arXiv 2202.08906): the mean over
     tokens of logsumexp(logits)². Each is summed over layers, as Megatron does.
 
     `pull` [layers, experts]: coefficient · experts · c / (top_k · N²); `z_share`: coefficient / N.
@@ -56,8 +56,8 @@ class MicroRouting:
 class Routing:
     """What the routers of a stage share. `layers`: those of the model with experts, counted over the model.
 
-    `statistics` [layers, 2 · experts + 2] float64, sums over this rank's tokens: tokens that each expert gets, scores of
-    each expert, squared logsumexp of the logits, and choices that were taken over against the router's own.
+    `statistics` [layers, 2 · experts + 2] float64, sums over this rank's tokens: tokens that each expert gets, scores
+    of each expert, squared logsumexp of the logits, and choices that were taken over against the router's own.
     """
 
     def __init__(self, moe: MoeShape, layers: tuple[int, ...]) -> None:

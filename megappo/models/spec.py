@@ -22,6 +22,8 @@ from megappo.models.layers import CoreAttention, RMSNorm
 from megappo.models.router import Router, Routing
 
 Layers = Literal["auto", "te", "torch"]
+Dispatcher = Literal["alltoall", "allgather"]
+"""How Megatron moves tokens between the ranks of an expert-parallel group."""
 Experts = Literal["grouped", "sequential"]
 """All local experts of a layer in two parameters (`experts.py`), or Megatron's one module an expert."""
 
