@@ -12,6 +12,7 @@ KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
     "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
 ]  # fmt: skip
+RouterReplay = Literal["off", "old_log_probs", "rollout"]
 GSPO_CLIP = (3e-4, 4e-4)
 """Distances of gspo's clip from 1 where none are set: a sequence's ratio, a mean over tokens, moves far less."""
 
@@ -60,6 +61,9 @@ class ActorConfig(Section):
     """Optimizer steps over which the weight goes linearly from the first to the last; null keeps the first."""
     entropy_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose float32 logits exist at once in the log-prob and entropy passes."""
+    router_replay: RouterReplay = "off"
+    """Of a model with experts, the update sends every token to the experts that it went to in the old log-prob pass
+    (`old_log_probs`), or at generation (`rollout`, and so does that pass); `off` lets the router choose anew."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = Field(0.001, ge=0)

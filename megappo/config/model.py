@@ -7,6 +7,19 @@ from pydantic import Field
 from megappo.config.base import Section
 
 
+class MoeConfig(Section):
+    """Routers of a model with experts. Scores are float32, and no token is dropped: there is no capacity to set."""
+
+    aux_loss_coeff: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss, summed over layers, of the whole minibatch; without `actor.router_replay` it
+    costs a forward pass more an update."""
+    z_loss_coeff: float = Field(0.0, ge=0)
+    """Weight of the mean square of the router's logsumexp, summed over layers."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the ranks of their experts: sent there, or gathered on all of them (needs `layout.tp` to be a
+    multiple of `layout.ep` · `layout.etp`, and `layout.pp` 1)."""
+
+
 class ModelConfig(Section):
     """The policy's architecture and starting weights."""
 
@@ -23,6 +36,7 @@ class ModelConfig(Section):
     """Pack the sequences of a micro-batch into one row without padding: supervised and preference training."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """Experts of a layer: two parameters for all local ones and grouped matrix products, or one module an expert."""
+    moe: MoeConfig = MoeConfig()
 
     @property
     def tokenizer_folder(self) -> str:

@@ -52,6 +52,7 @@ class NativeLayoutEngine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         bucket_bytes: int,
+        records_experts: bool = False,
     ) -> None:
         check_generation_size(spec.shape, tp)
         self._wrapped = model
@@ -64,7 +65,14 @@ class NativeLayoutEngine:
         generation_model = build_piece_model(spec.shape, mesh, ranks, self._weights, stage.config.params_dtype)
         check_model(generation_model.config)
         self._loop = DecodingLoop(
-            generation_model, spec.shape, ranks, decode, tuple(eos_ids), max_num_seqs, max_num_batched_tokens
+            generation_model,
+            spec.shape,
+            ranks,
+            decode,
+            tuple(eos_ids),
+            max_num_seqs,
+            max_num_batched_tokens,
+            records_experts,
         )
 
     @property

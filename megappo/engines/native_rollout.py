@@ -37,6 +37,7 @@ class NativeRolloutEngine:
         eos_ids: Sequence[int],
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        records_experts: bool = False,
     ) -> None:
         self._wrapped = model
         self._model = unwrapped(model)
@@ -49,6 +50,7 @@ class NativeRolloutEngine:
             tuple(eos_ids),
             max_num_seqs,
             max_num_batched_tokens,
+            records_experts,
         )
         self._replicas = Replicas(tuple(tuple(mesh.grid[:, copy].flatten().tolist()) for copy in range(mesh.dp)))
 

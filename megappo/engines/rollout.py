@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from megappo.experience.sample import FinishReason
 
 
@@ -47,7 +49,8 @@ class Completion:
     under the distribution that it was sampled from (after temperature, top-k and top-p).
 
     `mask` is false at tokens that an environment put in, whose log-probability is 0; None where there is no such token.
-    Engines sample all of theirs.
+    Engines sample all of theirs. `routed_experts` [tokens of prompt and response, layers with experts, top_k] int16:
+    where each token went, -1 where that is not known; None of engines that are not asked to record it.
     """
 
     token_ids: tuple[int, ...]
@@ -55,6 +58,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     mask: tuple[bool, ...] | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megappo.engines.optimizer import Optimizer
+from megappo.engines.routing import ExpertRouting, RouterCoefficients, loads_of, routing_of
 from megappo.experience.micro import MicroBatch
 from megappo.experience.packed import PackedMicroBatch
 from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
@@ -56,6 +57,8 @@ class ModelEngine:
         self.model = model
         self.mesh = mesh
         self._schedule = get_forward_backward_func()
+        shared = routing_of(model)
+        self.routing = ExpertRouting(shared, mesh) if shared is not None else None
 
     def per_token(self, micros: Sequence[MicroBatch], compute: PerToken) -> Tensor:
         """Runs `compute` on the output for every micro-batch, without gradients.
@@ -101,6 +104,8 @@ class ModelEngine:
         return logits
 
     def _logits_now(self, micro: MicroBatch) -> Tensor:
+        if self.routing is not None:
+            self.routing.begin(micro, is_update=False)
         with torch.no_grad():
             output: Tensor = self.model(micro.token_ids, micro.position_ids, None, **_packing(micro))
         return output
@@ -112,6 +117,8 @@ class ModelEngine:
 
         def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(iterator)
+            if self.routing is not None:
+                self.routing.begin(micro, is_update=not forward_only)
             output = model(micro.token_ids, micro.position_ids, None, **_packing(micro))
             # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
             return output, lambda out, non_loss_data=False: on_output(out, micro)
@@ -148,14 +155,17 @@ class UpdateReport:
     metrics: dict[str, float]
     grad_norm: float
     learning_rate: float
+    routing: dict[str, float] = field(default_factory=dict)
+    """`router_…` of a model with experts."""
 
 
 class TrainingEngine(ModelEngine):
     """A model that is trained: the same passes, and updates."""
 
-    def __init__(self, mesh: Mesh, optimizer: Optimizer) -> None:
+    def __init__(self, mesh: Mesh, optimizer: Optimizer, router: RouterCoefficients | None = None) -> None:
         super().__init__(optimizer.wrapped, mesh)
         self.optimizer = optimizer
+        self._router = router or RouterCoefficients()
 
     def update(self, micros: Sequence[MicroBatch], loss: Loss) -> UpdateReport:
         """One optimizer step on a minibatch, of which `micros` are this data-parallel rank's part.
@@ -172,10 +182,34 @@ class TrainingEngine(ModelEngine):
             return term.loss, torch.zeros((), dtype=torch.int, device=output.device), values
 
         self.optimizer.zero_grad()
+        self._prepare_routers(micros)
         shares = self._run(micros, share, forward_only=False)
         metrics = self._global_metrics(shares, loss.metrics)
+        routing: dict[str, float] = {}
+        if self.routing is not None:
+            routing = self.routing.statistics().metrics
+            self.routing.shared.reset()
         learning_rate = self.optimizer.learning_rate
-        return UpdateReport(metrics, self.optimizer.step(), learning_rate)
+        return UpdateReport(metrics, self.optimizer.step(), learning_rate, routing)
+
+    def _prepare_routers(self, micros: Sequence[MicroBatch]) -> None:
+        """Their losses need to know how the whole minibatch loads the experts before the first backward: from the
+        choices that are taken over, or from a pass without gradients."""
+        if self.routing is None:
+            return
+        self.routing.shared.reset()
+        if not (self._router.balance or self._router.z):
+            return
+        if self.routing.takes_over and self.routing.is_complete:
+            recorded = [micro.rows.get("routed_experts") for micro in micros]
+            loads = loads_of(recorded, self.routing.shared.moe.num_experts)
+            loads = sum_over(self.mesh.dp_group, self.mesh.device)(loads)
+        else:
+            with torch.no_grad():
+                self._run(micros, lambda output, micro: None, forward_only=True)
+            loads = self.routing.statistics().loads.clone()
+            self.routing.shared.reset()
+        self.routing.shared.losses = self.routing.losses(self._router, loads)
 
     def _global_metrics(self, shares: Sequence[Tensor], names: tuple[str, ...]) -> dict[str, float]:
         """Sums the [metrics] float64 shares of all micro-batches and data-parallel ranks; known to every stage."""

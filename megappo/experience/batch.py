@@ -19,6 +19,7 @@ FILLED_BY = {
     "scores": "the reward phase",
     "token_scores": "the reward phase",
     "old_log_probs": "the old log-prob phase",
+    "routed_experts": "the rollout or the old log-prob phase (actor.router_replay)",
     "ref_log_probs": "the reference phase (actor.use_kl_loss or algorithm.use_kl_in_reward)",
     "ref_kl": "the reference phase (algorithm.kl_penalty full)",
     "values": "the value phase",
@@ -52,7 +53,8 @@ class ExperienceBatch:
     `token_scores` [tokens], rewards of single response tokens, which are added to where the score lands ·
     `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns` [tokens] · `ref_kl` [tokens],
     exact KL of the old policy to the reference · `baseline_scores` [B], of the greedy response to the same prompt ·
-    `loss_weights` [tokens], factors of the policy loss; floats are float32.
+    `loss_weights` [tokens], factors of the policy loss; floats are float32 · `routed_experts` [tokens, layers with
+    experts, top_k] int16, the experts that each token went to, -1 where nothing was recorded.
     """
 
     token_ids: Tensor
@@ -71,6 +73,7 @@ class ExperienceBatch:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     loss_weights: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     @classmethod
     def from_samples(cls, samples: Sequence[RolloutSample]) -> ExperienceBatch:
@@ -84,6 +87,10 @@ class ExperienceBatch:
         batch.rollout_log_probs[batch.response_mask] = torch.tensor(log_probs, dtype=torch.float32)
         own = [value for sample in samples for value in sample.mask or (True,) * len(sample.response_ids)]
         batch.response_mask[batch.response_mask.clone()] = torch.tensor(own, dtype=torch.bool)
+        experts = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+        if experts:
+            assert len(experts) == len(samples), "all samples of a step have their experts, or none"
+            batch = batch.fill(routed_experts=torch.cat(experts))
         baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
         if not baselines:
             return batch
@@ -134,7 +141,8 @@ class ExperienceBatch:
         """A batch with more fields filled; shapes are checked against this one's."""
         for name, value in fields.items():
             expected = (self.num_sequences,) if name in PER_SEQUENCE else (self.num_tokens,)
-            assert tuple(value.shape) == expected, f"{name} has shape {tuple(value.shape)}, the batch needs {expected}"
+            shape = tuple(value.shape[:1] if name == "routed_experts" else value.shape)
+            assert shape == expected, f"{name} has shape {shape}, the batch needs {expected}"
         return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     def rows(self, start: int, stop: int) -> ExperienceBatch:

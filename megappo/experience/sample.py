@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 FinishReason = Literal["stop", "length", "error"]
 """`stop` of the model or of its environment, `length` at a token limit, `error` of the environment."""
 
@@ -34,6 +36,8 @@ class RolloutSample:
     responses. `response_ids` ends with the end-of-sequence token where `finish_reason` is "stop" because of it;
     `rollout_log_probs` has one float a response token, in nats, of the distribution that was sampled from.
     `mask` is false at response tokens that an environment put in, whose log-prob is 0; None: all are the policy's.
+    `routed_experts` [tokens of prompt and response, layers with experts, top_k] int16: the experts that each token went
+    to at generation, -1 where that is not known.
     `baseline_score` is that of the greedy response to the same prompt, where the advantage estimator compares with it.
     """
 
@@ -46,6 +50,7 @@ class RolloutSample:
     finish_reason: FinishReason
     mask: tuple[bool, ...] | None = None
     baseline_score: float | None = None
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def length(self) -> int:

@@ -18,7 +18,9 @@ from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
-from megappo.models.spec import Experts, Layers, block_spec
+from megappo.models.router import Routing
+from megappo.models.routing import moe_layers
+from megappo.models.spec import Dispatcher, Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.variants import ACTIVATIONS, add_variants
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -28,7 +30,14 @@ __all__ = ["ModelSpec", "build_model", "read_model"]
 
 
 def build_model(
-    spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head, experts: Experts = "grouped"
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    layers: Layers,
+    head: Head,
+    experts: Experts = "grouped",
+    dispatcher: Dispatcher = "alltoall",
 ) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
@@ -42,12 +51,13 @@ def build_model(
         shape,
         LayoutConfig(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sequence_parallel=mesh.sequence_parallel),
     )
-    config = transformer_config(shape, mesh, dtype)
+    config = transformer_config(shape, mesh, dtype, dispatcher)
     num_layers = shape.num_layers // mesh.pp
     numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
+    routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(layers, experts, shape, numbers),
+        transformer_layer_spec=block_spec(layers, experts, shape, numbers, routing),
         vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
         max_sequence_length=shape.max_positions,
         pre_process=mesh.is_first_stage,
@@ -70,6 +80,7 @@ def build_model(
             sequence_parallel=mesh.sequence_parallel,
             tp_group=mesh.tp_group,
         )
+    model.expert_routing = routing
     model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
     _mark_shards(model, spec, head)
     return model
@@ -96,7 +107,9 @@ def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
             parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, mesh: Mesh, dtype: torch.dtype, dispatcher: Dispatcher = "alltoall"
+) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -124,8 +137,8 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         pipeline_model_parallel_size=mesh.pp,
         sequence_parallel=mesh.sequence_parallel,
         variable_seq_lengths=mesh.pp > 1,
-        # The default dispatcher refuses variable lengths even where there are no experts (0.16.1).
-        moe_token_dispatcher_type="alltoall",
+        # The default, allgather, refuses variable lengths even where there are no experts (0.16.1).
+        moe_token_dispatcher_type=dispatcher,
         **_experts_config(shape, mesh),
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
@@ -141,8 +154,7 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
 
 
 def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
-    """The router is as in Hugging Face's models: softmax in float32, the best `top_k`, no token dropped. No balancing
-    loss: it would be added to the loss of PPO, and its gradient depends on what shares a micro-batch."""
+    """Of the router, Megatron's own part is the logits, in float32; the rest is in `router.py`."""
     if shape.moe is None:
         return {}
     moe = shape.moe
@@ -150,8 +162,6 @@ def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_size,
         "moe_router_topk": moe.top_k,
-        # Weights that sum to 1 are the softmax over the chosen experts alone.
-        "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,

@@ -19,16 +19,20 @@ from megappo.errors import ConfigError
 from megappo.models.experts import GroupedExperts
 from megappo.models.families.base import ModelShape
 from megappo.models.layers import CoreAttention, RMSNorm
+from megappo.models.router import Router, Routing
 
 Layers = Literal["auto", "te", "torch"]
+Dispatcher = Literal["alltoall", "allgather"]
+"""How Megatron moves tokens between the ranks of an expert-parallel group."""
 Experts = Literal["grouped", "sequential"]
 """All local experts of a layer in two parameters (`experts.py`), or Megatron's one module an expert."""
 
 
 def block_spec(
-    layers: Layers, experts: Experts, shape: ModelShape, numbers: Iterable[int]
+    layers: Layers, experts: Experts, shape: ModelShape, numbers: Iterable[int], routing: Routing | None = None
 ) -> TransformerBlockSubmodules:
-    """The decoder block of the layers `numbers`, counted over the model from 0, with experts where the shape has them.
+    """The decoder block of the layers `numbers`, counted over the model from 0, with experts where the shape has them,
+    whose routers share `routing`.
 
     ConfigError where "te" is asked for and missing.
     """
@@ -45,8 +49,11 @@ def block_spec(
     def spec(number: int) -> ModuleSpec:
         if shape.moe is None or number in shape.moe.dense_layers:
             return layer(shape.qk_norm, None)
-        with_experts = layer(shape.qk_norm, shape.moe.num_experts)
-        return _with_grouped_experts(with_experts) if experts == "grouped" else with_experts
+        assert routing is not None, "the routers of a stage share a Routing"
+        parts: dict[str, Any] = {"router": partial(Router, shared=routing)}
+        if experts == "grouped":
+            parts["experts"] = GroupedExperts
+        return _with_moe_parts(layer(shape.qk_norm, shape.moe.num_experts), parts)
 
     specs = [spec(number) for number in numbers]
     if is_torch:
@@ -74,10 +81,10 @@ def _torch_layer(qk_norm: bool, num_experts: int | None) -> ModuleSpec:
     return replace(spec, submodules=layer)
 
 
-def _with_grouped_experts(spec: ModuleSpec) -> ModuleSpec:
+def _with_moe_parts(spec: ModuleSpec, parts: dict[str, Any]) -> ModuleSpec:
     mlp: Any = spec.submodules.mlp
     if isinstance(mlp, ModuleSpec):  # megatron-core 0.16
-        mlp = replace(mlp, submodules=replace(mlp.submodules, experts=GroupedExperts))
+        mlp = replace(mlp, submodules=replace(mlp.submodules, **parts))
     else:  # 0.19 has a partial of the layer's class there
-        mlp = partial(mlp, submodules=replace(mlp.keywords["submodules"], experts=GroupedExperts))
+        mlp = partial(mlp, submodules=replace(mlp.keywords["submodules"], **parts))
     return replace(spec, submodules=replace(spec.submodules, mlp=mlp))

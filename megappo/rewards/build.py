@@ -161,7 +161,8 @@ class RewardScorer:
         key = self._next_key
         self._next_key += 1
         if self._pooled:
-            self._pool.submit([Call(self._pool_key(key, part), part, sample) for part in range(len(self._pooled))])
+            bare = dataclasses.replace(sample, routed_experts=None)  # many bytes, and none of a reward's business
+            self._pool.submit([Call(self._pool_key(key, part), part, bare) for part in range(len(self._pooled))])
         for service in self._services.values():
             service.submit(key, sample)
         return key

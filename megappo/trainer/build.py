@@ -68,7 +68,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     actor_worker = ActorWorker(
         actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length,
         kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
-        has_reference=config.needs_reference,
+        has_reference=config.needs_reference, router_replay=config.actor.router_replay,
     )  # fmt: skip
     controller = KLController(
         **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type

@@ -16,6 +16,7 @@ from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
 from megappo.environments.load import load_environment
 from megappo.models.architecture import ModelSpec
+from megappo.models.routing import moe_layers
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import OnSample, RolloutWorker
@@ -33,6 +34,7 @@ def rollout_worker(
     """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage."""
     environment = multi_turn_environment(config)  # before the engine: a wrong name is told at once
     engine = rollout_engine(config, mesh, spec, tokenizer, model)
+    moe = spec.shape.moe if records_experts(config) else None
     return RolloutWorker(
         engine,
         training_sampling(config),
@@ -41,6 +43,7 @@ def rollout_worker(
         seed=config.trainer.seed,
         on_sample=on_sample,
         turns=None if environment is None else turn_taking(config, environment, engine, tokenizer, mesh),
+        experts=None if moe is None else (len(moe_layers(moe, spec.shape.num_layers)), moe.top_k),
     )
 
 
@@ -82,6 +85,7 @@ def rollout_engine(
             eos_ids=tokenizer.eos_ids,
             max_num_seqs=config.rollout.max_num_seqs,
             max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+            records_experts=records_experts(config),
         )
     from megappo.engines.native_layout import NativeLayoutEngine
 
@@ -95,7 +99,13 @@ def rollout_engine(
         max_num_seqs=config.rollout.max_num_seqs,
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         bucket_bytes=config.hybrid.bucket_bytes,
+        records_experts=records_experts(config),
     )
+
+
+def records_experts(config: ExperimentConfig) -> bool:
+    """Whether completions bring along which experts their tokens went to."""
+    return config.actor.router_replay == "rollout"
 
 
 def training_sampling(config: ExperimentConfig) -> SamplingParams:

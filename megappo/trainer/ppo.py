@@ -48,6 +48,7 @@ class PPOTrainer:
             step.record(self.shaping.metrics())
             with step.phase("old_log_probs"):
                 batch = self.actor.fill_old_log_probs(batch)
+                step.record(self.actor.rollout_metrics())
             with step.phase("ref_log_probs"):
                 batch = self.reference.fill_log_probs(batch)
             with step.phase("values"):

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.optim import OptimConfig
 from megappo.engines.optimizer import Optimizer
+from megappo.engines.routing import RouterCoefficients
 from megappo.engines.training import ModelEngine, TrainingEngine
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
@@ -58,13 +59,15 @@ class RoleBuilder:
 
     def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int) -> TrainedRole:
         model = self._model(path, head)
-        return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
+        moe = self.config.model.moe
+        router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff)
+        return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps), router), model)
 
     def _model(self, path: str, head: Head) -> GPTModel:
         spec = read_model(Path(path))
         model = build_model(
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
-            experts=self.config.model.experts,
+            experts=self.config.model.experts, dispatcher=self.config.model.moe.dispatcher,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         return model

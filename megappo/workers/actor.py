@@ -10,7 +10,7 @@ from torch import Tensor
 from megappo.algorithms.aggregate import Denominators, aggregate
 from megappo.algorithms.kl import kl_estimate
 from megappo.algorithms.losses import POLICY_LOSSES, ClipRange
-from megappo.config.actor import ActorConfig
+from megappo.config.actor import ActorConfig, RouterReplay
 from megappo.engines.training import LossTerm, TrainingEngine
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
@@ -28,6 +28,7 @@ class ActorWorker:
 
     `kl_term` computes the KL of the loss (`use_kl_loss`); None leaves it out. `bypass` takes the engine's log-probs for
     the old ones. `has_reference`: the run has one that `kl/mean` is measured to; otherwise that is `actor/ppo_kl`.
+    `router_replay`: whose choice of experts the update takes over, and the old log-prob pass where it is the rollout's.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ActorWorker:
         kl_term: KLTerm | None = None,
         bypass: bool = False,
         has_reference: bool = True,
+        router_replay: RouterReplay = "off",
     ) -> None:
         self.engine = engine
         self._config = config
@@ -49,11 +51,29 @@ class ActorWorker:
         self._bypass = bypass
         self._has_reference = has_reference
         self._moved = 0.0
+        self._router_replay = router_replay
+        self._changed: dict[str, float] = {}
+        if engine.routing is not None:
+            engine.routing.takes_over = router_replay != "off"
+            engine.routing.is_complete = not bypass
 
     def fill_old_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
         if self._bypass:
             return batch.fill(old_log_probs=batch.rollout_log_probs)
-        return batch.fill(old_log_probs=self.log_probs_now(batch))
+        routing = self.engine.routing
+        if routing is None or self._router_replay == "off":
+            return batch.fill(old_log_probs=self.log_probs_now(batch))
+        routing.shared.reset()
+        routing.record()
+        old_log_probs = self.log_probs_now(batch)
+        if self._router_replay == "rollout":
+            self._changed = routing.statistics().metrics
+        # What the rollout did not record, the router has chosen in this pass.
+        return batch.fill(old_log_probs=old_log_probs, routed_experts=routing.recorded())
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """`rollout/router_changed` of the last old log-prob pass, where it took over the engine's choices."""
+        return {"rollout/router_changed": self._changed["router_changed"]} if self._changed else {}
 
     def log_probs_now(self, batch: ExperienceBatch) -> Tensor:
         """[tokens] log-probs of the response tokens under the weights of this moment."""
@@ -79,7 +99,8 @@ class ActorWorker:
         )  # fmt: skip
         report = self.engine.update(micros, loss)
         self._moved = report.metrics["actor/ppo_kl_k3"]
-        metrics = report.metrics | {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
+        metrics = report.metrics | {f"actor/{name}": value for name, value in report.routing.items()}
+        metrics |= {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
         if not self._has_reference:
             metrics["kl/mean"] = metrics["actor/ppo_kl"]
         if self._config.entropy_decay_steps is not None:

@@ -47,6 +47,7 @@ class CriticWorker:
         report = self.engine.update(micros, CriticLoss(self._config, denominators, self._scale_length))
         metrics = {name: value for name, value in report.metrics.items() if name.startswith("critic/")}
         metrics["critic/vf_explained_var"] = _explained_variance(report.metrics)
+        metrics |= {f"critic/{name}": value for name, value in report.routing.items()}
         return metrics | {"critic/grad_norm": report.grad_norm, "critic/lr": report.learning_rate}
 
     def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:

@@ -1,5 +1,6 @@
 """Completions as flat tensors, and their way from the ranks that generated them to the ranks that train on them."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -7,6 +8,7 @@ import torch
 
 from megappo.engines.rollout import Completion
 from megappo.experience.sample import FinishReason
+from megappo.models.routing import EXPERT_DTYPE
 from megappo.parallel.exchange import RowExchange
 from megappo.parallel.mesh import Mesh
 from megappo.workers.dealing import Delivery
@@ -17,10 +19,15 @@ HEADER_BYTES = 4 * 8
 
 
 def exchange_completions(
-    positions: Sequence[int], completions: Mapping[int, Completion], delivery: Delivery, mesh: Mesh
+    positions: Sequence[int],
+    completions: Mapping[int, Completion],
+    delivery: Delivery,
+    mesh: Mesh,
+    experts: tuple[int, int] | None = None,
 ) -> dict[int, Completion]:
     """The completions that this rank trains on, by position. `positions` are those of its replica, all completed.
 
+    `experts`: (layers, top_k) of `routed_experts`, which all of them have; None where they don't.
     Token ids, log-probs (float64, as generated) and texts (UTF-8) arrive bit for bit. A collective call over the world.
     """
     rows = [completions[position] for position in positions]
@@ -43,7 +50,25 @@ def exchange_completions(
     token_ids = exchange.ragged(token_ids, headers[:, 1], arrived[:, 1])
     log_probs = exchange.ragged(log_probs, headers[:, 1], arrived[:, 1])
     text = exchange.ragged(text, headers[:, 2], arrived[:, 2])
-    return _completions(arrived, token_ids, log_probs, bytes(text.numpy()))
+    result = _completions(arrived, token_ids, log_probs, bytes(text.numpy()))
+    return result if experts is None else _with_experts(result, rows, exchange, experts)
+
+
+def _with_experts(
+    arrived: dict[int, Completion], rows: Sequence[Completion], exchange: RowExchange, shape: tuple[int, int]
+) -> dict[int, Completion]:
+    """The completions with their experts, which travel as bytes: gloo and NCCL send no int16."""
+    sent = [row.routed_experts for row in rows if row.routed_experts is not None]
+    assert len(sent) == len(rows), "the engine records the experts of every completion"
+    lengths = torch.tensor([len(one) for one in sent], dtype=torch.int64)
+    flat = torch.cat([*sent, torch.empty(0, *shape, dtype=EXPERT_DTYPE)]).flatten(1).view(torch.uint8)
+    received_lengths = exchange.fixed(lengths)
+    received = exchange.ragged(flat, lengths, received_lengths).view(EXPERT_DTYPE).unflatten(1, shape)
+    parts = received.split(received_lengths.tolist())
+    return {
+        position: dataclasses.replace(completion, routed_experts=part.clone())
+        for (position, completion), part in zip(arrived.items(), parts, strict=True)
+    }
 
 
 def _completions(

@@ -41,10 +41,11 @@ class RolloutWorker:
         seed: int,
         on_sample: OnSample | None = None,
         turns: TurnTaking | None = None,
+        experts: tuple[int, int] | None = None,
     ) -> None:
         """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
         where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
-        been exchanged."""
+        been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions."""
         self.engine = engine
         self._on_sample = on_sample
         self.sampling = sampling
@@ -52,6 +53,7 @@ class RolloutWorker:
         self._num_samples = num_samples
         self._seed = seed
         self._turns = turns
+        self._experts = experts
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
 
@@ -116,7 +118,7 @@ class RolloutWorker:
         own = dealt[replicas.of(mesh.rank)]
         completions = self._generated(work, own, _scaled(progress, len(own), len(costs)))
         delivery = plan_delivery(mesh.rank, mesh.grid, replicas, dealt, wanted)
-        return exchange_completions(own, completions, delivery, mesh)
+        return exchange_completions(own, completions, delivery, mesh, self._experts)
 
     def _generated(self, work: _Work, positions: Sequence[int], progress: Progress | None) -> dict[int, Completion]:
         """Completions of the rank's own replica, by position. A collective call over the world."""
@@ -225,4 +227,5 @@ def _sample(prompt: Prompt, position: int, sample: int, completion: Completion) 
         text=completion.text,
         finish_reason=completion.finish_reason,
         mask=completion.mask,
+        routed_experts=completion.routed_experts,
     )

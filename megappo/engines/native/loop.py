@@ -3,7 +3,8 @@
 Where its weights come from, and when it may run, is for the engines to say.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron.core.models.gpt import GPTModel
@@ -11,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megappo.engines.native.attention import CurrentStep
 from megappo.engines.native.cache import CacheShape, KVCache
 from megappo.engines.native.ranks import DecodingRanks
+from megappo.engines.native.record import ExpertRecorder
 from megappo.engines.native.schedule import GeneratedSequence, Schedule, Step
 from megappo.engines.native.stages import draw_on_all_ranks, local_logits
 from megappo.engines.native.stopping import StopRule
@@ -26,7 +28,8 @@ class DecodingLoop:
     """Generates with `model`, this rank's shard of a stage.
 
     `decode` turns token ids into text without special tokens; `eos_ids` end a response. `max_num_seqs` sequences are
-    decoded at once at most, and `max_num_batched_tokens` (padded) prompt tokens computed in one forward.
+    decoded at once at most, and `max_num_batched_tokens` (padded) prompt tokens computed in one forward. With
+    `records_experts` completions have `routed_experts`.
     """
 
     model: GPTModel
@@ -36,6 +39,7 @@ class DecodingLoop:
     eos_ids: tuple[int, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
+    records_experts: bool = False
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
@@ -53,12 +57,13 @@ class DecodingLoop:
         max_length = max(len(one.prompt_ids) + (one.max_tokens or sampling.max_tokens) for one in requests)
         cache, current = self._cache(len(requests), max_length), CurrentStep()
         completions: dict[int, Completion] = {}
-        with decoding(self.model, cache, max_length, current):
+        recorder = self._recorder()
+        with decoding(self.model, cache, max_length, current), _recording(self.model, recorder):
             while not schedule.is_finished:
                 step = schedule.next_step()
                 cache.reserve(step.longest)
                 current.tokens = step_tokens(step, self.ranks.sequence_alignment, self.ranks.device)
-                self._draw(step, current, sampling)
+                self._draw(step, current, sampling, recorder)
                 cache.copy(step.forks)
                 finished = self._finished(step, rule)
                 cache.copy(schedule.retire(finished))
@@ -67,11 +72,22 @@ class DecodingLoop:
                     requests[sequence.index].tell(completion)
                 if finished and progress is not None:
                     progress(len(completions), len(requests))
+        if recorder is not None:
+            completions = recorder.completed(completions)
         return [completions[index] for index in range(len(requests))]
 
-    def _draw(self, step: Step, current: CurrentStep, sampling: SamplingParams) -> None:
+    def _recorder(self) -> ExpertRecorder | None:
+        if not self.records_experts:
+            return None
+        return ExpertRecorder(self.model.expert_routing, self.ranks)
+
+    def _draw(
+        self, step: Step, current: CurrentStep, sampling: SamplingParams, recorder: ExpertRecorder | None
+    ) -> None:
         """Computes `step` and appends the token that each of its sequences draws, with its log-prob."""
         logits = local_logits(self.model, self.ranks, current.tokens)
+        if recorder is not None:
+            recorder.end_step(step, len(current.tokens.token_ids))
         drawn = draw_on_all_ranks(logits, step.drawing, sampling, self.shape.vocab_size, self.ranks)
         if not drawn.log_probs.isfinite().all():
             row = int(drawn.log_probs.isfinite().logical_not().nonzero()[0, 0])
@@ -105,3 +121,18 @@ class DecodingLoop:
             max_length=max_length,
         )
         return KVCache(shape, self.model.config.params_dtype, self.ranks.device)
+
+
+@contextmanager
+def _recording(model: GPTModel, recorder: ExpertRecorder | None) -> Iterator[None]:
+    """While inside, the routers of a model with experts belong to generation: training's micro-batch is left alone."""
+    routing = getattr(model, "expert_routing", None)
+    if routing is None:
+        yield
+        return
+    routing.reset()
+    routing.recorder = recorder
+    try:
+        yield
+    finally:
+        routing.recorder = None

@@ -12,6 +12,8 @@ from torch import Tensor
 from megappo.engines.native.pieces import MLPPieces, PieceModule, gated, linear_columns, linear_rows
 from megappo.models.families.base import MoeShape
 from megappo.models.families.experts import EXPERTS_DOWN, EXPERTS_GATE_UP
+from megappo.models.router import Routing
+from megappo.models.routing import best_experts, expert_scores, expert_weights
 
 
 class SharedExpertPieces(MLPPieces):
@@ -29,28 +31,31 @@ class SharedExpertPieces(MLPPieces):
 
 
 class RouterPieces(PieceModule):
-    """Which experts a token goes to, as in Hugging Face's Qwen models: softmax in float32, the best `top_k`."""
+    """Which experts a token goes to: what training's router does. `place` numbers the layers with experts."""
 
-    def __init__(self, moe: MoeShape) -> None:
+    def __init__(self, moe: MoeShape, place: int, routing: Routing) -> None:
         super().__init__()
         self._moe = moe
+        self._place = place
+        self._routing = routing
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[tokens, H] → (weights [tokens, top_k] float32, expert numbers [tokens, top_k])."""
         logits = F.linear(hidden.float(), self.whole("weight").float())
-        weights, experts = logits.softmax(dim=1).topk(self._moe.top_k, dim=1)
-        if self._moe.norm_topk_prob:
-            weights = weights / weights.sum(dim=1, keepdim=True)
-        return weights, experts
+        scores = expert_scores(self._moe, logits)
+        experts = best_experts(self._moe, scores)
+        if self._routing.recorder is not None:
+            self._routing.recorder(self._place, experts)
+        return expert_weights(self._moe, scores, experts), experts
 
 
 class ExpertsPieces(PieceModule):
     """In the place of Megatron's MoE layer: [T, 1, H] → the weighted sum of each token's experts, shared one too."""
 
-    def __init__(self, moe: MoeShape) -> None:
+    def __init__(self, moe: MoeShape, place: int, routing: Routing) -> None:
         super().__init__()
         self._num_experts = moe.num_experts
-        self.router = RouterPieces(moe)
+        self.router = RouterPieces(moe, place, routing)
         self.shared_experts = SharedExpertPieces(moe.has_shared_gate) if moe.shared_ffn_size else None
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

@@ -31,6 +31,8 @@ from megappo.engines.native.ranks import DecodingRanks
 from megappo.models.build import llama3_frequencies, transformer_config
 from megappo.models.families.base import ModelShape
 from megappo.models.layers import CoreAttention
+from megappo.models.router import Routing
+from megappo.models.routing import moe_layers
 from megappo.models.variants import add_variants
 from megappo.parallel.mesh import Mesh
 
@@ -64,9 +66,9 @@ def build_piece_model(
     model.output_layer = OutputPieces()
     add_variants(model, shape, NormPieces, "lm")
     if shape.moe is not None:
-        for number, layer in enumerate(model.decoder.layers):
-            if number not in shape.moe.dense_layers:
-                layer.mlp = ExpertsPieces(shape.moe)
+        routing = model.expert_routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers))
+        for place, number in enumerate(routing.layers):
+            model.decoder.layers[number].mlp = ExpertsPieces(shape.moe, place, routing)
     if shape.rope_scaling is not None:
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     for name, module in model.named_modules():

@@ -2,7 +2,8 @@
 
 Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
 sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages, `…+expert-copies` that of
-experts over TP ranks that hold copies of them: the comparison must see all three.
+experts over TP ranks that hold copies of them: the comparison must see all three. A run named `native…` generates
+with its own engine instead.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -28,6 +29,7 @@ from megappo.experience.sample import Prompt, RolloutSample
 from megappo.models import build
 from megappo.models.build import read_model
 from megappo.models.export_hf import export_hf
+from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
@@ -39,9 +41,15 @@ VOCABULARY = 99  # the characters that the tiny tokenizer knows
 
 
 class RecordedRollouts:
-    """Stands for the rollout worker: the same samples on every layout, of ragged lengths, one of them empty."""
+    """Stands for the rollout worker: the same samples on every layout, of ragged lengths, one of them empty.
+
+    `experts`: layers, experts and top_k of recorded choices, which are drawn at random and so no router's own.
+    """
 
     sampling = SamplingParams()
+
+    def __init__(self, experts: tuple[int, int, int] | None = None) -> None:
+        self._experts = experts
 
     def generate(
         self,
@@ -69,14 +77,20 @@ class RecordedRollouts:
     def turn_metrics(self, samples: Sequence[RolloutSample]) -> dict[str, float]:
         return {}
 
-    @staticmethod
-    def _sample(prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:
+    def _sample(self, prompt: Prompt, position: int, sample: int, step: int) -> RolloutSample:
         draw = random.Random(1000 * step + position)
         length = 0 if position == 5 else draw.randint(1, 12)
         ids = tuple(draw.randrange(4, VOCABULARY) for _ in range(length))
         log_probs = tuple(-draw.random() for _ in ids)
         text = "".join(chr(28 + token) for token in ids)
-        return RolloutSample(prompt, position, sample, ids, log_probs, text, "length")
+        made = RolloutSample(prompt, position, sample, ids, log_probs, text, "length")
+        if self._experts is None:
+            return made
+        layers, num_experts, top_k = self._experts
+        generator = torch.Generator().manual_seed(1000 * step + position)
+        experts = torch.rand(made.length, layers, num_experts, generator=generator).argsort(-1)[..., :top_k]
+        experts[-1] = NO_EXPERT
+        return dataclasses.replace(made, routed_experts=experts.to(EXPERT_DTYPE))
 
 
 class NoSwitch:
@@ -176,7 +190,9 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     model_path = Path(config.model.path)
     with broken(kind):
-        trainer = with_recorded_rollouts(build_ppo(config, mesh))
+        trainer = build_ppo(config, mesh)
+        if not folder.name.startswith("native"):
+            trainer = with_recorded_rollouts(trainer, with_experts=config.actor.router_replay == "rollout")
         roles = {"actor": trainer.actor.engine}
         if isinstance(trainer.critic, CriticWorker):
             roles["critic"] = trainer.critic.engine
@@ -192,10 +208,14 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     return {"metrics": [json.loads(line) for line in lines]}
 
 
-def with_recorded_rollouts(trainer: PPOTrainer) -> PPOTrainer:
+def with_recorded_rollouts(trainer: PPOTrainer, *, with_experts: bool = False) -> PPOTrainer:
     collector = trainer.collector
     assert isinstance(collector, Collector), "recorded groups are not filtered"
-    rollout: Any = RecordedRollouts()
+    routing, experts = trainer.actor.engine.routing, None
+    if with_experts:
+        assert routing is not None, "router replay is for models with experts"
+        experts = len(routing.shared.layers), routing.shared.moe.num_experts, routing.shared.moe.top_k
+    rollout: Any = RecordedRollouts(experts)
     switch: Any = NoSwitch()
     baseline = collector.baseline
     if isinstance(baseline, GreedyBaseline):

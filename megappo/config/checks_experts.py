@@ -1,0 +1,74 @@
+"""Rules about routers: what they may be told to do, where tokens may be gathered, and where choices can be replayed."""
+
+from collections.abc import Iterator
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.model_folder import ModelFolderError, read_model_facts
+from megappo.config.problem import Problem, typed
+
+
+def expert_problems(config: ExperimentConfig) -> list[Problem]:
+    """Of `model.moe` and `actor.router_replay`. A folder that can't be read is told elsewhere."""
+    try:
+        has_experts = read_model_facts(config.model.path).num_experts is not None
+    except ModelFolderError:
+        return []
+    if not has_experts:
+        return list(_dense_problems(config))
+    return [*_dispatcher_problems(config), *_replay_problems(config)]
+
+
+def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
+    moe, replay = config.model.moe, config.actor.router_replay
+    settings = [
+        ("model.moe.aux_loss_coeff", moe.aux_loss_coeff, 0.0),
+        ("model.moe.z_loss_coeff", moe.z_loss_coeff, 0.0),
+        ("model.moe.dispatcher", moe.dispatcher, "alltoall"),
+        ("actor.router_replay", replay, "off"),
+    ]
+    for path, value, default in settings:
+        if value != default:
+            reason = f"is for models with experts, and {config.model.path} is dense"
+            yield Problem(path, typed(value), reason, f"leave it out, or set it to {default}")
+
+
+def _dispatcher_problems(config: ExperimentConfig) -> Iterator[Problem]:
+    layout = config.layout
+    if config.model.moe.dispatcher != "allgather":
+        return
+    experts = layout.ep * layout.expert_tp
+    remedy = "alltoall"
+    if layout.tp % experts:
+        reason = (
+            f"the ep {layout.ep} · etp {layout.expert_tp} = {experts} ranks that share experts would have to hold the "
+            f"same number of tokens, which only ranks of one TP group do, and layout.tp is {layout.tp}"
+        )
+        yield Problem("model.moe.dispatcher", "allgather", reason, remedy)
+    elif layout.pp > 1:
+        reason = (
+            f"Megatron does not gather tokens where micro-batches differ in length over layout.pp {layout.pp} stages"
+        )
+        yield Problem("model.moe.dispatcher", "allgather", reason, remedy)
+
+
+def _replay_problems(config: ExperimentConfig) -> Iterator[Problem]:
+    mode, path = config.actor.router_replay, "actor.router_replay"
+    if mode == "off":
+        return
+    if config.trainer.kind != "ppo":
+        reason = f"replays what a step's own experience recorded, and trainer.kind {config.trainer.kind} has none"
+        yield Problem(path, mode, reason, "off")
+        return
+    if config.replay.size or config.replay.pairs:
+        yield Problem(path, mode, "sequences of section replay come without recorded experts", "off, or no replay")
+    if mode == "old_log_probs":
+        if config.algorithm.rollout_correction.bypass_mode:
+            reason = "algorithm.rollout_correction.bypass_mode leaves out the old log-prob pass, which records"
+            yield Problem(path, mode, reason, "rollout, or off")
+        return
+    if config.rollout.engine == "vllm":
+        reason = "rollout.engine vllm does not tell which experts it used"
+        yield Problem(path, mode, reason, "old_log_probs, or rollout.engine native")
+    if config.rollout.multi_turn.enable:
+        reason = "the turns of one response are separate requests, each with experts of its own (rollout.multi_turn)"
+        yield Problem(path, mode, reason, "old_log_probs")

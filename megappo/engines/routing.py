@@ -1,0 +1,162 @@
+"""Between batches and the routers of a stage: which of a micro-batch's tokens this rank holds, the choices that are
+taken over from the batch, those that are recorded for it, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megappo.experience.micro import MicroBatch
+from megappo.models.router import MicroRouting, RouterLosses, Routing
+from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
+from megappo.parallel.collectives import max_over, sum_over
+from megappo.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class RouterCoefficients:
+    """Weights of the routers' losses (`RouterLosses`) beside the loss of an update."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+def routing_of(model: nn.Module) -> Routing | None:
+    """What the routers of a stage share, the model in Megatron's wrappers or not; None for a dense model."""
+    inner: object = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return getattr(inner, "expert_routing", None)
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """Where a micro-batch's tokens stand on this rank, whose routers see [s / tp, b] tokens under sequence parallelism.
+
+    `is_here` [tokens of the rows] bool; `places` [those that are here]: their numbers among the `count` local ones.
+    """
+
+    is_here: Tensor
+    places: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, micro: MicroBatch, mesh: Mesh) -> LocalTokens:
+        batch, length = micro.token_ids.shape
+        flat = micro.flat(torch.arange(batch * length, device=mesh.device).view(batch, length))
+        row, position = flat // length, flat % length
+        share = length // mesh.tp if mesh.sequence_parallel else length
+        first = mesh.tp_rank * share if mesh.sequence_parallel else 0
+        is_here = (position >= first) & (position < first + share)
+        return cls(is_here, ((position - first) * batch + row)[is_here], share * batch)
+
+    def is_token(self) -> Tensor:
+        """[local tokens] bool: false in padding."""
+        mask = torch.zeros(self.count, dtype=torch.bool, device=self.places.device)
+        mask[self.places] = True
+        return mask
+
+    def scattered(self, per_token: Tensor) -> Tensor:
+        """[tokens, layers, top_k] of the rows → [local tokens, layers, top_k], -1 in padding."""
+        per_token = per_token.to(self.places.device)
+        local = per_token.new_full((self.count, *per_token.shape[1:]), NO_EXPERT)
+        local[self.places] = per_token[self.is_here]
+        return local
+
+
+class ExpertRouting:
+    """The routers of one engine's stage. `takes_over`: micro-batches whose rows have `routed_experts` are routed so.
+    `is_complete`: in an update they have those of every token, so that the load is known before it begins.
+    """
+
+    def __init__(self, shared: Routing, mesh: Mesh) -> None:
+        self.shared = shared
+        self.takes_over = False
+        self.is_complete = False
+        self._mesh = mesh
+        self._kept: list[tuple[MicroBatch, LocalTokens, MicroRouting]] | None = None
+
+    def begin(self, micro: MicroBatch, *, is_update: bool) -> None:
+        """The next forward of the stage is that of `micro`."""
+        tokens = LocalTokens.of(micro, self._mesh)
+        recorded = micro.rows.routed_experts if self.takes_over else None
+        local = MicroRouting(
+            tokens.is_token(), None if recorded is None else tokens.scattered(recorded), keeps=self._kept is not None
+        )
+        if self._kept is not None:
+            self._kept.append((micro, tokens, local))
+        self.shared.begin(local, is_update=is_update)
+
+    def record(self) -> None:
+        """Keeps the choices of the micro-batches that follow, until `recorded` asks for them."""
+        self._kept = []
+
+    def recorded(self) -> Tensor:
+        """[tokens of all rows, layers, top_k] int16, the same on every rank of the model-parallel group, which all call
+        it: each has the tokens and layers that it holds."""
+        kept, self._kept = self._kept, None
+        assert kept is not None, "choices are asked for that were not recorded"
+        mesh, shared = self._mesh, self.shared
+        whole = []
+        for micro, tokens, local in kept:
+            experts = torch.full(
+                (micro.rows.num_tokens, len(shared.layers), shared.moe.top_k), NO_EXPERT, dtype=torch.int32,
+                device=mesh.device,
+            )  # fmt: skip
+            for layer, chosen in local.experts.items():
+                experts[tokens.is_here, layer] = chosen[tokens.places].to(torch.int32)
+            whole.append(experts)
+        # No backend has a maximum of int16.
+        return max_over(mesh.model_parallel_group, mesh.device)(torch.cat(whole)).to("cpu", EXPERT_DTYPE)
+
+    def statistics(self) -> RoutingStatistics:
+        """Of the last pass, over all ranks; a collective call over the world."""
+        total = sum_over(self._mesh.world_group, self._mesh.device)(self.shared.statistics)
+        return RoutingStatistics(total, self.shared.moe.num_experts, self.shared.moe.top_k)
+
+    def losses(self, coefficients: RouterCoefficients, loads: Tensor) -> RouterLosses:
+        """`loads` [layers, experts] float64: the tokens that each expert gets in the whole minibatch."""
+        moe = self.shared.moe
+        num_tokens = max(float(loads[0].sum()) / moe.top_k, 1.0)
+        pull = coefficients.balance * moe.num_experts / (moe.top_k * num_tokens**2) * loads
+        return RouterLosses(pull.to(self._mesh.device, torch.float32), coefficients.z / num_tokens)
+
+
+@dataclass(frozen=True)
+class RoutingStatistics:
+    """Sums over the tokens of a pass, [layers, 2 · experts + 2] (`Routing.statistics`)."""
+
+    sums: Tensor
+    num_experts: int
+    top_k: int
+
+    @property
+    def loads(self) -> Tensor:
+        """[layers, experts]: tokens that each expert gets."""
+        return self.sums[:, : self.num_experts]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`router_…`: means over layers, and the largest load of an expert over the mean load, of the worst layer."""
+        loads, scores = self.loads, self.sums[:, self.num_experts : 2 * self.num_experts]
+        num_tokens = float(loads[0].sum()) / self.top_k
+        if not num_tokens:
+            return {}
+        balance = self.num_experts / (self.top_k * num_tokens**2) * (loads * scores).sum(1)
+        return {
+            "router_aux_loss": float(balance.mean()),
+            "router_z_loss": float(self.sums[:, -2].mean()) / num_tokens,
+            "router_max_load": float((loads.max(1).values / loads.mean(1)).max()),
+            "router_changed": float(self.sums[:, -1].mean()) / num_tokens,
+        }
+
+
+def loads_of(experts: Sequence[Tensor], num_experts: int) -> Tensor:
+    """[layers, experts] float64: how often each stands in [tokens, layers, top_k] numbers, -1 counting for none."""
+    whole = torch.cat(list(experts)).long()
+    counted = torch.zeros(whole.shape[1], num_experts + 1, dtype=torch.float64)
+    flat = whole.transpose(0, 1).flatten(1) + 1
+    return counted.scatter_add(1, flat, torch.ones(flat.shape, dtype=torch.float64))[:, 1:]
