@@ -14,9 +14,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
+from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
+from megappo.models.recompute import check_recompute
 from megappo.models.spec import Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -26,7 +28,14 @@ __all__ = ["ModelSpec", "build_model", "read_model"]
 
 
 def build_model(
-    spec: ModelSpec, mesh: Mesh, *, dtype: torch.dtype, layers: Layers, head: Head, experts: Experts = "grouped"
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    layers: Layers,
+    head: Head,
+    experts: Experts = "grouped",
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
@@ -40,7 +49,8 @@ def build_model(
         shape,
         LayoutConfig(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sequence_parallel=mesh.sequence_parallel),
     )
-    config = transformer_config(shape, mesh, dtype)
+    check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
+    config = transformer_config(shape, mesh, dtype, recompute)
     num_layers = shape.num_layers // mesh.pp
     numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
     model = GPTModel(
@@ -92,7 +102,9 @@ def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
             parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, mesh: Mesh, dtype: torch.dtype, recompute: Recompute = NO_RECOMPUTE
+) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -120,6 +132,10 @@ def transformer_config(shape: ModelShape, mesh: Mesh, dtype: torch.dtype) -> Tra
         # The default dispatcher refuses variable lengths even where there are no experts (0.16.1).
         moe_token_dispatcher_type="alltoall",
         **_experts_config(shape, mesh),
+        recompute_granularity=recompute.granularity,
+        recompute_method=recompute.method,
+        recompute_num_layers=recompute.num_layers,
+        recompute_modules=list(recompute.modules),
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
         perform_initialization=False,

@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.optim import OptimConfig
+from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.training import ModelEngine, TrainingEngine
 from megappo.models.build import ModelSpec, build_model, read_model
@@ -57,14 +58,14 @@ class RoleBuilder:
         return ModelEngine(model.requires_grad_(False), self.mesh)
 
     def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int) -> TrainedRole:
-        model = self._model(path, head)
+        model = self._model(path, head, self.config.model.recompute)
         return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
 
-    def _model(self, path: str, head: Head) -> GPTModel:
+    def _model(self, path: str, head: Head, recompute: Recompute = NO_RECOMPUTE) -> GPTModel:
         spec = read_model(Path(path))
         model = build_model(
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
-            experts=self.config.model.experts,
+            experts=self.config.model.experts, recompute=recompute,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         return model

@@ -1,0 +1,84 @@
+"""Rules about what is kept in memory: recompute of activations."""
+
+from megappo.config.divisibility import choices, nearest
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
+from megappo.config.problem import Problem, typed
+
+
+def memory_problems(config: ExperimentConfig) -> list[Problem]:
+    """Settings of recompute that don't go together, or don't fit the model."""
+    return [*_recompute_problems(config), *_recompute_model_problems(config)]
+
+
+def _recompute_problems(config: ExperimentConfig) -> list[Problem]:
+    model = config.model
+    granularity = model.recompute_granularity
+    of_full = {"recompute_method": model.recompute_method, "recompute_num_layers": model.recompute_num_layers}
+    problems = []
+    if granularity == "full":
+        remedies = {"recompute_method": "uniform or block", "recompute_num_layers": "for example 1"}
+        problems += [
+            Problem(f"model.{name}", None, "is missing, and model.recompute_granularity full needs it", remedies[name])
+            for name, value in of_full.items()
+            if value is None
+        ]
+    else:
+        reason = f"is for full recompute, and model.recompute_granularity is {granularity or 'null'}"
+        problems += [
+            Problem(f"model.{name}", typed(value), reason, "set that to full, or leave this out")
+            for name, value in of_full.items()
+            if value is not None
+        ]
+    if granularity != "selective" and model.recompute_modules is not None:
+        reason = f"is for selective recompute, and model.recompute_granularity is {granularity or 'null'}"
+        modules = typed(list(model.recompute_modules))
+        problems.append(Problem("model.recompute_modules", modules, reason, "set that to selective, or leave this out"))
+    if granularity == "selective" and model.recompute_modules == ():
+        reason = "names no module, and nothing would be recomputed"
+        problems.append(Problem("model.recompute_modules", "[]", reason, "for example [core_attn]"))
+    return problems
+
+
+def _recompute_model_problems(config: ExperimentConfig) -> list[Problem]:
+    folders = [config.model.path]
+    if config.trainer.kind == "ppo" and config.needs_critic and config.critic.path is not None:
+        folders.append(config.critic.path)
+    problems = []
+    for folder in dict.fromkeys(folders):
+        try:
+            facts = read_model_facts(folder)
+        except ModelFolderError:
+            continue  # told where the layout is checked
+        if config.model.recompute_granularity == "full":
+            problems += _number_problems(config, folder, facts)
+        if config.model.recompute_granularity == "selective" and facts.num_experts is None:
+            problems += _absent_modules(config, folder, facts)
+    return problems
+
+
+def _number_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    number, pp = config.model.recompute_num_layers, config.layout.pp
+    if number is None or facts.num_layers % pp:
+        return []
+    per_stage = facts.num_layers // pp
+    is_uniform = config.model.recompute_method == "uniform"
+
+    def fits(size: int) -> bool:
+        return per_stage % size == 0 if is_uniform else size <= per_stage
+
+    if fits(number):
+        return []
+    reason = f"{'does not divide' if is_uniform else 'is more than'} the {per_stage} layers of a stage of {folder}"
+    remedy = choices(nearest(number, 1, per_stage, fits))
+    return [Problem("model.recompute_num_layers", str(number), reason, remedy)]
+
+
+def _absent_modules(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    """Modules that the layers of a dense model have not got; others are found when it is built."""
+    reason = f"is a part of layers with experts, and {folder} is dense ({facts.model_type})"
+    return [
+        Problem(f"model.recompute_modules.{place}", module, reason, "mlp is the part of its layers")
+        for place, module in enumerate(config.model.recompute.modules)
+        if module in ("moe", "shared_experts")
+    ]
