@@ -1,14 +1,14 @@
-"""Rules about what is kept in memory: recompute of activations."""
+"""Rules about what is kept in memory: recompute of activations, and offload between phases."""
 
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
-from megappo.config.problem import Problem, typed
+from megappo.config.problem import Problem, Severity, typed
 
 
 def memory_problems(config: ExperimentConfig) -> list[Problem]:
-    """Settings of recompute that don't go together, or don't fit the model."""
-    return [*_recompute_problems(config), *_recompute_model_problems(config)]
+    """Settings of recompute that don't go together, or don't fit the model; and of offload, engine or roles."""
+    return [*_recompute_problems(config), *_recompute_model_problems(config), *_offload_problems(config)]
 
 
 def _recompute_problems(config: ExperimentConfig) -> list[Problem]:
@@ -82,3 +82,27 @@ def _absent_modules(config: ExperimentConfig, folder: str, facts: ModelFacts) ->
         for place, module in enumerate(config.model.recompute.modules)
         if module in ("moe", "shared_experts")
     ]
+
+
+def _offload_problems(config: ExperimentConfig) -> list[Problem]:
+    problems = []
+    if config.actor.offload.params and config.rollout.engine == "vllm" and config.hybrid.weights != "load":
+        reason = (
+            f"vLLM computes on the actor's own memory (hybrid.weights {config.hybrid.weights}), and its CUDA graphs "
+            "keep addresses that parameters lose when they are moved"
+        )
+        remedy = "set hybrid.weights to load, or offload grads and optimizer alone"
+        problems.append(Problem("actor.offload.params", "true", reason, remedy))
+    kind = config.trainer.kind
+    has_critic = kind == "ppo" and config.needs_critic
+    has_ref = kind == "dpo" or (kind == "ppo" and config.needs_reference)
+    for role, section, is_built in (
+        ("critic", config.critic.offload, has_critic),
+        ("ref", config.ref.offload, has_ref),
+    ):
+        for name, is_set in section.model_dump().items():
+            if is_set and not is_built:
+                reason = f"does nothing, for this run has no {'critic' if role == 'critic' else 'reference'}"
+                path = f"{role}.offload.{name}"
+                problems.append(Problem(path, "true", reason, "leave it out", Severity.WARNING))
+    return problems

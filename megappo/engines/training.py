@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megappo.engines.offload import RoleMemory, no_memory
 from megappo.engines.optimizer import Optimizer
 from megappo.experience.micro import MicroBatch
 from megappo.experience.packed import PackedMicroBatch
@@ -52,9 +53,10 @@ class Loss(Protocol):
 class ModelEngine:
     """A model (this rank's stage) that is only run forward: the reference, and the base of the trained ones."""
 
-    def __init__(self, model: torch.nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: torch.nn.Module, mesh: Mesh, memory: RoleMemory | None = None) -> None:
         self.model = model
         self.mesh = mesh
+        self.memory = memory or no_memory()
         self._schedule = get_forward_backward_func()
 
     def per_token(self, micros: Sequence[MicroBatch], compute: PerToken) -> Tensor:
@@ -67,6 +69,7 @@ class ModelEngine:
         def collect(output: Tensor, micro: MicroBatch) -> Tensor:
             return micro.flat(compute(output, micro))
 
+        self.memory.need("params")
         with torch.no_grad():
             pieces = self._run(micros, collect, forward_only=True)
         total = sum(micro.rows.num_tokens for micro in micros)
@@ -81,6 +84,7 @@ class ModelEngine:
         the last keeps what its output layer takes, [length, b, hidden] of each micro-batch, tp times less under
         sequence parallelism. All ranks of the model-parallel group call it.
         """
+        self.memory.need("params")
         if self.mesh.pp == 1:
             return self._logits_now
         inputs: list[Any] = []
@@ -154,7 +158,7 @@ class TrainingEngine(ModelEngine):
     """A model that is trained: the same passes, and updates."""
 
     def __init__(self, mesh: Mesh, optimizer: Optimizer) -> None:
-        super().__init__(optimizer.wrapped, mesh)
+        super().__init__(optimizer.wrapped, mesh, optimizer.memory)
         self.optimizer = optimizer
 
     def update(self, micros: Sequence[MicroBatch], loss: Loss) -> UpdateReport:

@@ -1,4 +1,4 @@
-"""Rules of recompute: each message, and that what is allowed passes."""
+"""Rules of recompute and offload: each message, and that what is allowed passes."""
 # ruff: noqa: E501  a line of a table is one case, with the whole message
 
 from pathlib import Path
@@ -38,6 +38,9 @@ def found(folder: Path, overrides: str) -> list[str]:
         ("model.recompute_modules=[mlp]", 'model.recompute_modules: ["mlp"]: is for selective recompute, and model.recompute_granularity is null; set that to selective, or leave this out'),
         (f"{SELECTIVE} model.recompute_modules=[]", "model.recompute_modules: []: names no module, and nothing would be recomputed; for example [core_attn]"),
         (f"{SELECTIVE} model.recompute_modules=[mlp,moe]", "model.recompute_modules.1: moe: is a part of layers with experts, and F/model is dense (llama); mlp is the part of its layers"),
+        ("actor.offload.params=true rollout.engine=vllm", "actor.offload.params: true: vLLM computes on the actor's own memory (hybrid.weights auto), and its CUDA graphs keep addresses that parameters lose when they are moved; set hybrid.weights to load, or offload grads and optimizer alone"),
+        ("critic.offload.grads=true algorithm.adv_estimator=grpo rollout.n=2", "critic.offload.grads: true: does nothing, for this run has no critic; leave it out"),
+        ("ref.offload.params=true", "ref.offload.params: true: does nothing, for this run has no reference; leave it out"),
     ],
 )  # fmt: skip
 def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
@@ -51,6 +54,9 @@ def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
         f"{SELECTIVE} model.recompute_modules=[core_attn,layernorm,mlp]",
         f"{UNIFORM} model.recompute_num_layers=3 layout.pp=2",
         f"{BLOCK} model.recompute_num_layers=2 layout.pp=2",
+        "actor.offload.grads=true actor.offload.optimizer=true rollout.engine=vllm",
+        "actor.offload.params=true rollout.engine=vllm hybrid.weights=load",
+        "critic.offload.params=true ref.offload.params=true actor.use_kl_loss=true",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
