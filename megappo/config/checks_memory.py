@@ -58,19 +58,21 @@ def _recompute_model_problems(config: ExperimentConfig) -> list[Problem]:
 
 
 def _number_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
-    number, pp = config.model.recompute_num_layers, config.layout.pp
-    if number is None or facts.num_layers % pp:
+    number = config.model.recompute_num_layers
+    stages = config.layout.split.stages(facts.num_layers, config.layout.pp)
+    if number is None or stages is None:
         return []
-    per_stage = facts.num_layers // pp
+    most = max(stages)
     is_uniform = config.model.recompute_method == "uniform"
 
     def fits(size: int) -> bool:
-        return per_stage % size == 0 if is_uniform else size <= per_stage
+        return all(layers % size == 0 for layers in stages) if is_uniform else size <= most
 
     if fits(number):
         return []
-    reason = f"{'does not divide' if is_uniform else 'is more than'} the {per_stage} layers of a stage of {folder}"
-    remedy = choices(nearest(number, 1, per_stage, fits))
+    layers = " or ".join(map(str, sorted(set(stages)))) if is_uniform else most
+    reason = f"{'does not divide' if is_uniform else 'is more than'} the {layers} layers of a stage of {folder}"
+    remedy = choices(nearest(number, 1, most, fits))
     return [Problem("model.recompute_num_layers", str(number), reason, remedy)]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
+from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, storages_of
 from megappo.errors import ConfigError
 
@@ -38,7 +39,11 @@ class Optimizer:
     def __init__(
         self, model: GPTModel, config: OptimConfig, total_steps: int, offload: OffloadConfig = NO_OFFLOAD
     ) -> None:
-        refuse_stages_without_experts(model.config.moe_layer_freq, model.config.pipeline_model_parallel_size)
+        split = PipelineSplit(
+            model.config.num_layers_in_first_pipeline_stage, model.config.num_layers_in_last_pipeline_stage
+        )
+        pp = model.config.pipeline_model_parallel_size
+        refuse_stages_without_experts(model.config.moe_layer_freq, pp, split)
         self.wrapped = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -150,7 +155,7 @@ class Optimizer:
                     }
 
 
-def refuse_stages_without_experts(has_experts: list[int] | int, pp: int) -> None:
+def refuse_stages_without_experts(has_experts: list[int] | int, pp: int, split: PipelineSplit = EVEN) -> None:
     """ConfigError, the same on every rank, where one pipeline stage has experts and another none.
 
     `has_experts` tells it of each layer, or is a number where all layers are alike. Megatron makes an optimizer for the
@@ -159,13 +164,16 @@ def refuse_stages_without_experts(has_experts: list[int] | int, pp: int) -> None
     """
     if not isinstance(has_experts, list):
         return
-    size = len(has_experts) // pp
-    for stage in range(pp):
-        if not any(has_experts[stage * size : (stage + 1) * size]):
+    stages = split.stages(len(has_experts), pp)
+    assert stages is not None, "checked when the model was built"
+    first = 0
+    for stage, size in enumerate(stages):
+        if not any(has_experts[first : first + size]):
             raise ConfigError(
-                f"layout.pp: {pp} makes stage {stage} of layers {stage * size} to {(stage + 1) * size - 1}, none of "
+                f"layout.pp: {pp} makes stage {stage} of layers {first} to {first + size - 1}, none of "
                 "which has experts, as layers of other stages have; set a smaller one"
             )
+        first += size
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:

@@ -6,6 +6,7 @@ GPTModel is constructed here and, without weights, in `engines/native/piece_mode
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -47,12 +48,20 @@ def build_model(
     shape = spec.shape
     check_layout(
         shape,
-        LayoutConfig(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sequence_parallel=mesh.sequence_parallel),
+        LayoutConfig(
+            tp=mesh.tp,
+            pp=mesh.pp,
+            ep=mesh.ep,
+            etp=mesh.etp,
+            sequence_parallel=mesh.sequence_parallel,
+            **asdict(mesh.split),
+        ),
     )
     check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
     config = transformer_config(shape, mesh, dtype, recompute)
-    num_layers = shape.num_layers // mesh.pp
-    numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
+    stages = mesh.stage_layers(shape.num_layers)
+    first = sum(stages[: mesh.pp_rank])
+    numbers = range(first, first + stages[mesh.pp_rank])
     model = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(layers, experts, shape, numbers),
@@ -131,6 +140,7 @@ def transformer_config(
         variable_seq_lengths=mesh.pp > 1,
         # The default dispatcher refuses variable lengths even where there are no experts (0.16.1).
         moe_token_dispatcher_type="alltoall",
+        **_stages_config(shape, mesh),
         **_experts_config(shape, mesh),
         recompute_granularity=recompute.granularity,
         recompute_method=recompute.method,
@@ -147,6 +157,15 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _stages_config(shape: ModelShape, mesh: Mesh) -> dict[str, int]:
+    """Unequal stages. However they were asked for, Megatron is told the numbers of the first and the last: the others
+    are alike."""
+    stages = mesh.stage_layers(shape.num_layers)
+    if len(set(stages)) == 1:
+        return {}
+    return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
 
 
 def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
