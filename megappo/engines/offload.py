@@ -60,11 +60,9 @@ class RoleMemory:
     def let_go(self, kind: Kind) -> None:
         self._held.discard(kind)
 
-    def rest(self) -> None:
-        """Moves out all that is offloaded and not held."""
-        for kind, movable in self._movable.items():
-            if kind not in self._held:
-                movable.out()
+    def rest(self) -> bool:
+        """Moves out all that is offloaded and not held; whether there was any."""
+        return any([movable.out() for kind, movable in self._movable.items() if kind not in self._held])
 
     def device_bytes(self, kind: Kind) -> int:
         """Bytes of a kind on the device at this moment."""
@@ -79,14 +77,17 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of all roles of a run."""
+    """The memory of all roles of a run. `gives_back`: what becomes free goes back to the device, where an engine takes
+    memory that is not torch's; otherwise torch keeps it for the next phase."""
 
     roles: Sequence[RoleMemory] = ()
+    gives_back: bool = False
 
     def rest(self) -> None:
         """The end of a phase."""
-        for role in self.roles:
-            role.rest()
+        moved = any([role.rest() for role in self.roles])
+        if moved and self.gives_back and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # waits for the copies
 
     def need_all(self) -> None:
         """Brings everything back, for what reads whole roles: checkpoints and exports."""
@@ -124,9 +125,10 @@ class Movable:
         self._slots: dict[int, Slot] = {}
         self._is_out = False
 
-    def out(self) -> None:
+    def out(self) -> bool:
+        """Whether it was here."""
         if self._is_out:
-            return
+            return False
         # An optimizer has its state after the first step, and another one after a checkpoint was loaded.
         old, self._slots = self._slots, {}
         with self._stream.behind():
@@ -139,6 +141,7 @@ class Movable:
         for slot in self._slots.values():
             slot.storage.resize_(0)
         self._is_out = True
+        return True
 
     def back(self) -> None:
         if not self._is_out:

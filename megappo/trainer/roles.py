@@ -44,7 +44,7 @@ class RoleBuilder:
     @property
     def memory(self) -> Memory:
         """Of all roles that were built."""
-        return Memory(tuple(self._memories))
+        return Memory(tuple(self._memories), gives_back=self.config.rollout.engine == "vllm")
 
     def spec(self) -> ModelSpec:
         return read_model(Path(self.config.model.path))

@@ -27,7 +27,7 @@ def digest(tensors: Any) -> str:
     """Of all bytes, in order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
