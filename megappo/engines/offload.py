@@ -62,7 +62,8 @@ class RoleMemory:
 
     def rest(self) -> bool:
         """Moves out all that is offloaded and not held; whether there was any."""
-        return any([movable.out() for kind, movable in self._movable.items() if kind not in self._held])
+        moved = [movable.out() for kind, movable in self._movable.items() if kind not in self._held]
+        return any(moved)
 
     def device_bytes(self, kind: Kind) -> int:
         """Bytes of a kind on the device at this moment."""
@@ -85,8 +86,8 @@ class Memory:
 
     def rest(self) -> None:
         """The end of a phase."""
-        moved = any([role.rest() for role in self.roles])
-        if moved and self.gives_back and torch.cuda.is_available():
+        moved = [role.rest() for role in self.roles]
+        if any(moved) and self.gives_back and torch.cuda.is_available():
             torch.cuda.empty_cache()  # waits for the copies
 
     def need_all(self) -> None:
