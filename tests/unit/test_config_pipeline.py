@@ -8,6 +8,7 @@ import pytest
 from megappo.config.checks import check_experiment
 from megappo.config.load import load_experiment
 from megappo.config.pipeline import PipelineSplit
+from megappo.errors import ConfigError
 from tests.support.experiments import write_experiment
 
 
@@ -57,6 +58,14 @@ LOSS = "layout.account_for_loss_in_pipeline_split"
 )  # fmt: skip
 def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
     assert found(tmp_path, overrides) == [expected]
+
+
+@pytest.mark.parametrize("key", ["vpp", "virtual_pipeline_model_parallel_size"])
+def test_virtual_stages_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"layout\.{key} .*: there are no virtual pipeline stages .*layout\.pp makes"
+    ):
+        load_experiment(write_experiment(tmp_path), [f"layout.{key}=2"])
 
 
 @pytest.mark.parametrize(
