@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.offload import OffloadConfig, RefOffloadConfig
 from megappo.config.optim import OptimConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -29,6 +30,7 @@ class ActorConfig(Section):
     """The policy's update."""
 
     optim: OptimConfig = OptimConfig()
+    offload: OffloadConfig = OffloadConfig()
     ppo_mini_batch_size: int = Field(64, ge=1)
     """Prompts of one optimizer step; times `rollout.n` gives its sequences."""
     ppo_micro_batch_size_per_gpu: int = Field(1, ge=1)
@@ -105,6 +107,7 @@ class CriticConfig(Section):
     """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the
     actor's when null."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
+    offload: OffloadConfig = OffloadConfig()
     ppo_mini_batch_size: int | None = Field(None, ge=1)
     """Prompts of one optimizer step; the actor's when null."""
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -126,3 +129,4 @@ class RefConfig(Section):
     """Hugging Face folder of its weights; the actor's starting weights when null."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     """Sequences of one forward; the actor's when null."""
+    offload: RefOffloadConfig = RefOffloadConfig()

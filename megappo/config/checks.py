@@ -1,14 +1,15 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
 Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
-`checks_layout.py`, the generation layout in `checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, batch sizes in
-`divisibility.py`.
+`checks_layout.py`, the generation layout in `checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, what is kept in
+memory in `checks_memory.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_experts import expert_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_memory import memory_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
 from megappo.config.checks_vllm import vllm_problems
@@ -37,6 +38,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *hybrid_problems(config, data_parallel_size(config, world_size)),
         *vllm_problems(config),
         *expert_problems(config),
+        *memory_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)

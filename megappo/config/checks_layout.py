@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from megappo.config.checks_pipeline import split_problems, stage_problems
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
+from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.config.problem import Problem, typed
 
 HUB = "hub:"
@@ -45,6 +47,7 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
     if config.layout.sequence_parallel and config.layout.tp == 1:
         reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
         problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
+    problems += split_problems(config.layout.split, config.layout.pp)
     seen: dict[str, ModelFacts | None] = {}
     for path, folder in _model_folders(config):
         if folder in seen:
@@ -61,19 +64,21 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
 
 
 def model_parallel_problems(
-    facts: ModelFacts, folder: str, tp: int, pp: int, tp_path: str = "layout.tp", pp_path: str = "layout.pp"
+    facts: ModelFacts,
+    folder: str,
+    tp: int,
+    pp: int,
+    tp_path: str = "layout.tp",
+    pp_path: str = "layout.pp",
+    split: PipelineSplit = EVEN,
 ) -> list[Problem]:
-    """Whether `tp` and `pp` divide the heads and layers of a model."""
+    """Whether `tp` divides the heads of a model, and its layers can be split over `pp` stages."""
     problems = []
     if not facts.tp_fits(tp):
         reason = f"does not divide the {facts.num_heads} attention heads ({facts.num_kv_heads} KV heads) of {folder}"
         remedy = choices(nearest(tp, 1, facts.num_heads, facts.tp_fits))
         problems.append(Problem(tp_path, str(tp), reason, remedy))
-    if facts.num_layers % pp:
-        reason = f"does not divide the {facts.num_layers} layers of {folder}"
-        remedy = choices(nearest(pp, 1, facts.num_layers, lambda size: facts.num_layers % size == 0))
-        problems.append(Problem(pp_path, str(pp), reason, remedy))
-    return problems
+    return problems + stage_problems(facts.num_layers, folder, pp, split, pp_path)
 
 
 def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Problem]:
@@ -162,7 +167,8 @@ def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 
 def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
-    problems = model_parallel_problems(facts, folder, config.layout.tp, config.layout.pp)
+    layout = config.layout
+    problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split)
     problems += _expert_problems(config, folder, facts)
     if facts.max_positions is not None and config.max_length > facts.max_positions:
         left = facts.max_positions - config.data.max_prompt_length

@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.pipeline import PipelineSplit
 
 
 class LayoutConfig(Section):
@@ -23,6 +24,25 @@ class LayoutConfig(Section):
     etp: int | None = Field(None, ge=1)
     """Expert tensor parallel size: ranks that one expert is cut over. null is 1, whatever `tp` is (Megatron's own
     default is `tp`): whole experts need no communication inside one, and `ep` spreads them."""
+
+    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the first stage, which has the embedding too; null gives it an equal share."""
+    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the last stage, which has the output layer and the loss too; null gives it an equal share."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage, which then gets one less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count output layer and loss as a layer of the last stage, which then gets one less."""
+
+    @property
+    def split(self) -> PipelineSplit:
+        """How layers are spread over the stages."""
+        return PipelineSplit(
+            self.num_layers_in_first_pipeline_stage,
+            self.num_layers_in_last_pipeline_stage,
+            self.account_for_embedding_in_pipeline_split,
+            self.account_for_loss_in_pipeline_split,
+        )
 
     @property
     def expert_tp(self) -> int:

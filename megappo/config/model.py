@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.recompute import DEFAULT_MODULES, Granularity, Method, Recompute, RecomputeModule
 
 
 class MoeConfig(Section):
@@ -37,6 +38,23 @@ class ModelConfig(Section):
     experts: Literal["grouped", "sequential"] = "grouped"
     """Experts of a layer: two parameters for all local ones and grouped matrix products, or one module an expert."""
     moe: MoeConfig = MoeConfig()
+
+    recompute_granularity: Granularity | None = None
+    """Activations that updates compute a second time: those of whole layers (`full`), or of the modules named in
+    `recompute_modules` (`selective`); null keeps all."""
+    recompute_method: Method | None = None
+    """With `full`: keep the input of every `recompute_num_layers`-th layer alone (`uniform`), or of each of the first
+    so many layers of a stage, and all activations of its others (`block`)."""
+    recompute_num_layers: int | None = Field(None, ge=1)
+    """With `full`: layers that are recomputed together (`uniform`), or that are recomputed in a stage (`block`)."""
+    recompute_modules: tuple[RecomputeModule, ...] | None = None
+    """With `selective`: parts of each layer; `[core_attn]` when null."""
+
+    @property
+    def recompute(self) -> Recompute:
+        """The four settings above, with their defaults."""
+        modules = DEFAULT_MODULES if self.recompute_modules is None else self.recompute_modules
+        return Recompute(self.recompute_granularity, self.recompute_method, self.recompute_num_layers, modules)
 
     @property
     def tokenizer_folder(self) -> str:

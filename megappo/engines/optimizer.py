@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
+from megappo.config.pipeline import EVEN, PipelineSplit
+from megappo.engines.offload import Kind, RoleMemory, storages_of
 from megappo.errors import ConfigError
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
+
+NO_OFFLOAD = OffloadConfig()
 
 
 class NonFiniteGradient(FloatingPointError):
@@ -30,8 +36,14 @@ class Optimizer:
     `total_steps` is the number of optimizer steps of the whole run: where the schedule ends unless configured.
     """
 
-    def __init__(self, model: GPTModel, config: OptimConfig, total_steps: int) -> None:
-        refuse_stages_without_experts(model.config.moe_layer_freq, model.config.pipeline_model_parallel_size)
+    def __init__(
+        self, model: GPTModel, config: OptimConfig, total_steps: int, offload: OffloadConfig = NO_OFFLOAD
+    ) -> None:
+        split = PipelineSplit(
+            model.config.num_layers_in_first_pipeline_stage, model.config.num_layers_in_last_pipeline_stage
+        )
+        pp = model.config.pipeline_model_parallel_size
+        refuse_stages_without_experts(model.config.moe_layer_freq, pp, split)
         self.wrapped = DistributedDataParallel(
             model.config,
             DistributedDataParallelConfig(
@@ -54,6 +66,12 @@ class Optimizer:
         )  # fmt: skip
         model.config.grad_scale_func = self._optimizer.scale_loss
         self._schedule = _schedule(self._optimizer, config, total_steps)
+        kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
+        self.memory = RoleMemory(
+            {"params": model.parameters, "grads": self._gradient_buffers, "optimizer": self._state_tensors},
+            [kind for kind in kinds if getattr(offload, kind)],
+            next(model.parameters()).device,
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -66,6 +84,8 @@ class Optimizer:
         return int(self._schedule.num_steps)
 
     def zero_grad(self) -> None:
+        self.memory.need("params", "grads")
+        self.memory.begin("optimizer")  # it comes while the gradients are computed
         self.wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
 
@@ -74,6 +94,7 @@ class Optimizer:
 
         Raises NonFiniteGradient on every rank alike, before any weight has changed.
         """
+        self.memory.need("optimizer")
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not torch.isfinite(torch.tensor(norm)):
@@ -102,12 +123,29 @@ class Optimizer:
             group.update(ours)
         self._schedule.load_state_dict(state["schedule"])
 
-    def _create_state(self) -> None:
-        """Makes torch AdamW's state before its first step, where loading needs tensors to load into."""
+    def _gradient_buffers(self) -> Iterable[Tensor]:
+        return [buffer.grad_data for buffer in self.wrapped.buffers + self.wrapped.expert_parallel_buffers]
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """AdamW's moments, and the float32 parameters that it steps where they are not the model's own."""
+        own = storages_of(self.wrapped.module.parameters())
+        for inner in self._inner():
+            for state in inner.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+            for param in (param for group in inner.param_groups for param in group["params"]):
+                if param.untyped_storage()._cdata not in own:
+                    yield param
+
+    def _inner(self) -> Iterator[torch.optim.Optimizer]:
+        """Torch's own optimizers inside of Megatron's."""
         for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             inner = getattr(part, "optimizer", None)
-            if not isinstance(inner, torch.optim.Optimizer):
-                continue
+            if isinstance(inner, torch.optim.Optimizer):
+                yield inner
+
+    def _create_state(self) -> None:
+        """Makes torch AdamW's state before its first step, where loading needs tensors to load into."""
+        for inner in self._inner():
             for param in (param for group in inner.param_groups for param in group["params"]):
                 if not inner.state[param]:
                     inner.state[param] = {
@@ -117,7 +155,7 @@ class Optimizer:
                     }
 
 
-def refuse_stages_without_experts(has_experts: list[int] | int, pp: int) -> None:
+def refuse_stages_without_experts(has_experts: list[int] | int, pp: int, split: PipelineSplit = EVEN) -> None:
     """ConfigError, the same on every rank, where one pipeline stage has experts and another none.
 
     `has_experts` tells it of each layer, or is a number where all layers are alike. Megatron makes an optimizer for the
@@ -126,13 +164,16 @@ def refuse_stages_without_experts(has_experts: list[int] | int, pp: int) -> None
     """
     if not isinstance(has_experts, list):
         return
-    size = len(has_experts) // pp
-    for stage in range(pp):
-        if not any(has_experts[stage * size : (stage + 1) * size]):
+    stages = split.stages(len(has_experts), pp)
+    assert stages is not None, "checked when the model was built"
+    first = 0
+    for stage, size in enumerate(stages):
+        if not any(has_experts[first : first + size]):
             raise ConfigError(
-                f"layout.pp: {pp} makes stage {stage} of layers {stage * size} to {(stage + 1) * size - 1}, none of "
+                f"layout.pp: {pp} makes stage {stage} of layers {first} to {first + size - 1}, none of "
                 "which has experts, as layers of other stages have; set a smaller one"
             )
+        first += size
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:

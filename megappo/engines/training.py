@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
+from megappo.engines.offload import RoleMemory, no_memory
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.routing import ExpertRouting, RouterCoefficients, loads_of, routing_of
 from megappo.experience.micro import MicroBatch
@@ -53,9 +54,10 @@ class Loss(Protocol):
 class ModelEngine:
     """A model (this rank's stage) that is only run forward: the reference, and the base of the trained ones."""
 
-    def __init__(self, model: torch.nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: torch.nn.Module, mesh: Mesh, memory: RoleMemory | None = None) -> None:
         self.model = model
         self.mesh = mesh
+        self.memory = memory or no_memory()
         self._schedule = get_forward_backward_func()
         shared = routing_of(model)
         self.routing = ExpertRouting(shared, mesh) if shared is not None else None
@@ -70,6 +72,7 @@ class ModelEngine:
         def collect(output: Tensor, micro: MicroBatch) -> Tensor:
             return micro.flat(compute(output, micro))
 
+        self.memory.need("params")
         with torch.no_grad():
             pieces = self._run(micros, collect, forward_only=True)
         total = sum(micro.rows.num_tokens for micro in micros)
@@ -84,6 +87,7 @@ class ModelEngine:
         the last keeps what its output layer takes, [length, b, hidden] of each micro-batch, tp times less under
         sequence parallelism. All ranks of the model-parallel group call it.
         """
+        self.memory.need("params")
         if self.mesh.pp == 1:
             return self._logits_now
         inputs: list[Any] = []
@@ -163,7 +167,7 @@ class TrainingEngine(ModelEngine):
     """A model that is trained: the same passes, and updates."""
 
     def __init__(self, mesh: Mesh, optimizer: Optimizer, router: RouterCoefficients | None = None) -> None:
-        super().__init__(optimizer.wrapped, mesh)
+        super().__init__(optimizer.wrapped, mesh, optimizer.memory)
         self.optimizer = optimizer
         self._router = router or RouterCoefficients()
 

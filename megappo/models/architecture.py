@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.layout import LayoutConfig
+from megappo.config.pipeline import EVEN
 from megappo.errors import ConfigError, DataError
 from megappo.models.families import FAMILIES, PLANNABLE
 from megappo.models.families.base import Family, ModelShape
@@ -56,7 +57,12 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
             f"{shape.num_kv_heads} KV heads (or is no multiple of them) and "
             f"{rows} feed-forward rows; possible: {', '.join(valid)}"
         )
-    if shape.num_layers % layout.pp:
+    if layout.split != EVEN and layout.split.stages(shape.num_layers, layout.pp) is None:
+        raise ConfigError(
+            f"layout: the {shape.num_layers} layers of this model can't be split over pp {layout.pp} stages with "
+            f"{layout.split}; leave out what makes the stages unequal"
+        )
+    if layout.split == EVEN and shape.num_layers % layout.pp:
         valid = [str(pp) for pp in range(1, shape.num_layers + 1) if shape.num_layers % pp == 0]
         raise ConfigError(
             f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; "

@@ -6,6 +6,7 @@ GPTModel is constructed here and, without weights, in `engines/native/piece_mode
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
+from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
+from megappo.models.recompute import check_recompute
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
 from megappo.models.spec import Dispatcher, Experts, Layers, block_spec
@@ -38,6 +41,7 @@ def build_model(
     head: Head,
     experts: Experts = "grouped",
     dispatcher: Dispatcher = "alltoall",
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
@@ -49,11 +53,20 @@ def build_model(
     shape = spec.shape
     check_layout(
         shape,
-        LayoutConfig(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp, sequence_parallel=mesh.sequence_parallel),
+        LayoutConfig(
+            tp=mesh.tp,
+            pp=mesh.pp,
+            ep=mesh.ep,
+            etp=mesh.etp,
+            sequence_parallel=mesh.sequence_parallel,
+            **asdict(mesh.split),
+        ),
     )
-    config = transformer_config(shape, mesh, dtype, dispatcher)
-    num_layers = shape.num_layers // mesh.pp
-    numbers = range(mesh.pp_rank * num_layers, (mesh.pp_rank + 1) * num_layers)
+    check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
+    config = transformer_config(shape, mesh, dtype, dispatcher, recompute)
+    stages = mesh.stage_layers(shape.num_layers)
+    first = sum(stages[: mesh.pp_rank])
+    numbers = range(first, first + stages[mesh.pp_rank])
     routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
     model = GPTModel(
         config=config,
@@ -108,7 +121,11 @@ def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
 
 
 def transformer_config(
-    shape: ModelShape, mesh: Mesh, dtype: torch.dtype, dispatcher: Dispatcher = "alltoall"
+    shape: ModelShape,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    dispatcher: Dispatcher = "alltoall",
+    recompute: Recompute = NO_RECOMPUTE,
 ) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
     return TransformerConfig(
@@ -139,7 +156,12 @@ def transformer_config(
         variable_seq_lengths=mesh.pp > 1,
         # The default, allgather, refuses variable lengths even where there are no experts (0.16.1).
         moe_token_dispatcher_type=dispatcher,
+        **_stages_config(shape, mesh),
         **_experts_config(shape, mesh),
+        recompute_granularity=recompute.granularity,
+        recompute_method=recompute.method,
+        recompute_num_layers=recompute.num_layers,
+        recompute_modules=list(recompute.modules),
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
         perform_initialization=False,
@@ -151,6 +173,15 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _stages_config(shape: ModelShape, mesh: Mesh) -> dict[str, int]:
+    """Unequal stages. However they were asked for, Megatron is told the numbers of the first and the last: the others
+    are alike."""
+    stages = mesh.stage_layers(shape.num_layers)
+    if len(set(stages)) == 1:
+        return {}
+    return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
 
 
 def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig
+from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.errors import ConfigError
 
 
@@ -53,6 +54,13 @@ class Mesh:
     ep_group: ProcessGroup
     etp_group: ProcessGroup
     expert_dp_group: ProcessGroup
+    split: PipelineSplit = EVEN
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage of a model with so many."""
+        stages = self.split.stages(num_layers, self.pp)
+        assert stages is not None, f"{num_layers} layers don't fit {self.pp} stages: checked when a model is built"
+        return stages
 
     @property
     def training_grid(self) -> TrainingGrid:
@@ -199,6 +207,7 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         expert_dp_group=parallel_state.get_expert_data_parallel_group(),
+        split=layout.split,
     )
     _check_groups(mesh)
     return mesh

@@ -30,6 +30,7 @@ on_cpu: bool = not torch.cuda.is_available()
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "If you are using transformer_engine as the transformer implementation",
     r"The \.grad attribute of a Tensor that is not a leaf",
     r"`torch\.distributed\.\w+` is deprecated",
     "TypedStorage is deprecated",

@@ -11,6 +11,7 @@ def install() -> None:
     """Installs the replacements; imports megatron."""
     _define_missing_gemm()
     _keep_optimizer_steps_apart()
+    _recompute_without_fp8()
 
 
 def _define_missing_gemm() -> None:
@@ -40,3 +41,18 @@ def _keep_optimizer_steps_apart() -> None:
         original(self, model_param, tensors)
 
     replace(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_states)
+
+
+def _recompute_without_fp8() -> None:
+    """Megatron's recompute of norms takes fp8 for switched on wherever it is not None, and then asks Transformer Engine
+    about it, which was not imported: a NameError. Seen with megatron-core 0.16.1.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    original = CheckpointWithoutOutput.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    replace(CheckpointWithoutOutput, "__init__", init)

@@ -15,6 +15,7 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Order, PromptFeed
 from megappo.data.iterate import PromptOrder
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
@@ -62,7 +63,9 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     refuse_foreign_tokens(((*one.prompt.token_ids, *one.response_ids) for one in offline), config, spec)
     actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
     critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
-    rollout = rollout_worker(config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin)
+    rollout = rollout_worker(
+        config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin, memory=actor.engine.memory
+    )
     scale_length = config.actor.loss_scale_length or config.data.max_response_length
     reference = reference_worker(config, mesh, spec, roles, actor)
     actor_worker = ActorWorker(
@@ -108,6 +111,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
                 order=feed,
                 controller=controller,
                 evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
+                memory=roles.memory,
                 files={"shaping.json": shaping} | ({"replay.sqlite": replayed} if isinstance(replayed, Replay) else {}),
             ),
         ),
@@ -143,6 +147,7 @@ class TrainingData:
         evaluator: Evaluates | None,
         controller: KLController | None,
         exported_role: str = "actor",
+        memory: Memory = NO_MEMORY,
     ) -> Loop:
         parts = LoopParts(
             total_steps=self.total_steps,
@@ -153,6 +158,7 @@ class TrainingData:
             controller=controller,
             evaluator=evaluator,
             exported_role=exported_role,
+            memory=memory,
         )
         return Loop(config, mesh, parts)
 

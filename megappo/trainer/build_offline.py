@@ -55,7 +55,7 @@ def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     actor = roles.actor(data.total_steps)
     task = SupervisedTask(mesh, examples, log_probs(config, mesh, spec, temperature=1.0))
     evaluates = _answers(config, mesh, data, spec, actor, reward) if reward is not None else None
-    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
+    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None, memory=roles.memory)
     return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop, cut(config))
 
 
@@ -82,7 +82,7 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
         evaluates = _answers(config, mesh, data, spec, actor, reward)
     else:
         evaluates = PairEvaluator(mesh, held_out_pairs, DPOMeasure(task, actor.engine, 2 * plan.micro_batch))
-    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None)
+    loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None, memory=roles.memory)
     return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop, cut(config))
 
 
@@ -107,7 +107,14 @@ def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     task = RewardModelTask(pairs, pad_id, plan.sequences)
     evaluates = PairEvaluator(mesh, sets, RewardModelMeasure(model.engine, pad_id, 2 * plan.micro_batch))
     loop = data.loop(
-        config, mesh, spec, saved_roles(reward_model=model), evaluates, controller=None, exported_role="reward_model"
+        config,
+        mesh,
+        spec,
+        saved_roles(reward_model=model),
+        evaluates,
+        controller=None,
+        exported_role="reward_model",
+        memory=roles.memory,
     )
     return OfflineTrainer(mesh, plan, data.order, model.engine, task, loop, cut(config))
 
@@ -128,7 +135,7 @@ def _answers(
     config: ExperimentConfig, mesh: Mesh, data: TrainingData, spec: ModelSpec, actor: TrainedRole, reward: RewardWorker
 ) -> Evaluator:
     """The evaluation that has the policy answer held-out prompts."""
-    rollout = rollout_worker(config, mesh, spec, data.tokenizer, actor.engine.model)
+    rollout = rollout_worker(config, mesh, spec, data.tokenizer, actor.engine.model, memory=actor.engine.memory)
     return evaluator(config, mesh, data.evaluation_sets, rollout, reward)
 
 

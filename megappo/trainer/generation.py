@@ -12,6 +12,7 @@ from megappo.config.hybrid import CHECK_LIMITS
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.native_rollout import NativeRolloutEngine
+from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
 from megappo.environments.load import load_environment
@@ -30,8 +31,10 @@ def rollout_worker(
     tokenizer: Tokenizer,
     model: nn.Module,
     on_sample: OnSample | None = None,
+    memory: RoleMemory | None = None,
 ) -> RolloutWorker:
-    """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage."""
+    """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage; `memory`
+    is where they are."""
     environment = multi_turn_environment(config)  # before the engine: a wrong name is told at once
     engine = rollout_engine(config, mesh, spec, tokenizer, model)
     moe = spec.shape.moe if records_experts(config) else None
@@ -42,6 +45,7 @@ def rollout_worker(
         num_samples=config.rollout.n,
         seed=config.trainer.seed,
         on_sample=on_sample,
+        weights=memory,
         turns=None if environment is None else turn_taking(config, environment, engine, tokenizer, mesh),
         experts=None if moe is None else (len(moe_layers(moe, spec.shape.num_layers)), moe.top_k),
     )

@@ -5,12 +5,12 @@ The algorithm is the body of `for step in loop.steps()`; this file knows none.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer
+from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
 from megappo.experience.sample import RolloutSample
@@ -69,23 +70,29 @@ class LoopParts:
     evaluator: Evaluates | None
     exported_role: str = "actor"
     files: Mapping[str, SavedFile] = field(default_factory=dict)
+    memory: Memory = NO_MEMORY
 
 
 class Step:
     """One step as its loop body sees it: its number, its clock, and the place for its metrics."""
 
-    def __init__(self, number: int, reporter: Reporter, world_size: int) -> None:
+    def __init__(self, number: int, reporter: Reporter, world_size: int, memory: Memory = NO_MEMORY) -> None:
         self.number = number
+        self._memory = memory
         self._world_size = world_size
         self.metrics: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._clock = Stopwatch()
         self._reporter = reporter
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measures `time/<name>`."""
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures `time/<name>`, and moves to host memory what the next phase may not need."""
         self._reporter.phase(self.number, name)
-        return self._clock.phase(name)
+        with self._clock.phase(name):
+            yield
+            self.metrics |= self._memory.metrics(name)
+            self._memory.rest()
 
     def progress(self, done: int, total: int) -> None:
         """Shows how far the phase of the moment is."""
@@ -130,8 +137,9 @@ class Loop:
         """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked
         for."""
         start = self._start()
+        self._parts.memory.rest()
         for number in range(start + 1, self._parts.total_steps + 1):
-            step = Step(number, self._reporter, self._mesh.world_size)
+            step = Step(number, self._reporter, self._mesh.world_size, self._parts.memory)
             yield step
             self._after(step)
             if number < self._parts.total_steps and self._stop.requested():
@@ -206,7 +214,10 @@ class Loop:
         if evaluator is None or not evaluator.sets:
             return {}
         self._reporter.phase(step, "evaluate")
-        return evaluator.run(self._reporter.progress)
+        self._parts.memory.rest()
+        evaluation = evaluator.run(self._reporter.progress)
+        self._parts.memory.rest()
+        return evaluation
 
     def _save(self, step: int) -> None:
         if step == self._last_saved:
@@ -221,8 +232,10 @@ class Loop:
         )
         begin = time.perf_counter()
         self._reporter.phase(step, "checkpoint")
+        self._parts.memory.need_all()
         path = self._store.save(self._parts.roles, state, self._parts.files)
         # Reported with the next step: the line of this one is already on disk.
+        self._parts.memory.rest()
         self._checkpoint_seconds = time.perf_counter() - begin
         self._reporter.event(step, "checkpoint", path=str(path), seconds=self._checkpoint_seconds)
         self._last_saved = step
@@ -238,6 +251,7 @@ class Loop:
         if self._config.trainer.save_last:
             self._save(total)
         if self._config.trainer.export_hf:
+            self._parts.memory.need_all()
             model = self._parts.roles[self._parts.exported_role].model
             target = self._folder.hf / f"step-{total:06d}"
             if self._mesh.is_writer:

@@ -5,14 +5,16 @@ Nothing else builds one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megappo.config.actor import ActorConfig, CriticConfig
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.optim import OptimConfig
+from megappo.config.recompute import NO_RECOMPUTE, Recompute
+from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.routing import RouterCoefficients
 from megappo.engines.training import ModelEngine, TrainingEngine
@@ -38,36 +40,47 @@ class RoleBuilder:
 
     config: ExperimentConfig
     mesh: Mesh
+    _memories: list[RoleMemory] = field(default_factory=list)
+
+    @property
+    def memory(self) -> Memory:
+        """Of all roles that were built."""
+        return Memory(tuple(self._memories), gives_back=self.config.rollout.engine == "vllm")
 
     def spec(self) -> ModelSpec:
         return read_model(Path(self.config.model.path))
 
     def actor(self, total_steps: int) -> TrainedRole:
-        return self._trained(self.config.model.path, "lm", self.config.actor.optim, total_steps)
+        return self._trained(self.config.model.path, "lm", self.config.actor, total_steps)
 
     def critic(self, total_steps: int) -> TrainedRole:
         path = self.config.critic.path or self.config.model.path
-        return self._trained(path, "value", self.config.critic.optim, total_steps)
+        return self._trained(path, "value", self.config.critic, total_steps)
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
-        return self._trained(self.config.model.path, "value", self.config.actor.optim, total_steps)
+        return self._trained(self.config.model.path, "value", self.config.actor, total_steps)
 
     def reference(self) -> ModelEngine:
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
-        return ModelEngine(model.requires_grad_(False), self.mesh)
+        offloaded: list[Kind] = ["params"] if self.config.ref.offload.params else []
+        memory = RoleMemory({"params": model.parameters}, offloaded, self.mesh.device)
+        self._memories.append(memory)
+        return ModelEngine(model.requires_grad_(False), self.mesh, memory)
 
-    def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int) -> TrainedRole:
-        model = self._model(path, head)
+    def _trained(self, path: str, head: Head, config: ActorConfig | CriticConfig, total_steps: int) -> TrainedRole:
+        model = self._model(path, head, self.config.model.recompute)
+        optimizer = Optimizer(model, config.optim, total_steps, config.offload)
+        self._memories.append(optimizer.memory)
         moe = self.config.model.moe
         router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff)
-        return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps), router), model)
+        return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model)
 
-    def _model(self, path: str, head: Head) -> GPTModel:
+    def _model(self, path: str, head: Head, recompute: Recompute = NO_RECOMPUTE) -> GPTModel:
         spec = read_model(Path(path))
         model = build_model(
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
-            experts=self.config.model.experts, dispatcher=self.config.model.moe.dispatcher,
+            experts=self.config.model.experts, dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         return model

@@ -12,6 +12,7 @@ from functools import partial
 import numpy
 import torch
 
+from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
 from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
@@ -42,10 +43,13 @@ class RolloutWorker:
         on_sample: OnSample | None = None,
         turns: TurnTaking | None = None,
         experts: tuple[int, int] | None = None,
+        weights: RoleMemory | None = None,
     ) -> None:
         """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
         where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
-        been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions."""
+        been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions.
+        `weights` is the memory of the role that generates: its parameters stay on the device for the whole turn, for
+        an engine may use them where they lie."""
         self.engine = engine
         self._on_sample = on_sample
         self.sampling = sampling
@@ -54,6 +58,7 @@ class RolloutWorker:
         self._seed = seed
         self._turns = turns
         self._experts = experts
+        self._weights = weights
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
 
@@ -99,11 +104,15 @@ class RolloutWorker:
 
     def sync_weights(self) -> SyncReport:
         """Takes the turn to generate: responses come after it."""
+        if self._weights is not None:
+            self._weights.hold("params")
         return self.engine.sync_weights()
 
     def release(self) -> None:
         """Gives the turn back to training."""
         self.engine.release()
+        if self._weights is not None:
+            self._weights.let_go("params")
 
     def close(self) -> None:
         """Ends the engine, which may take the process groups with it."""

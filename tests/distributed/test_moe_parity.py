@@ -10,6 +10,7 @@ LOSS_LIMIT = 1e-5
 WEIGHT_LIMIT = 1e-3
 SP = "layout.tp=2,layout.sequence_parallel=true"
 PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
+RECOMPUTE = "model.recompute_granularity=selective,model.recompute_modules=[moe,shared_experts,layernorm]"
 ONE_RANK = {"one": "", "sequential": "model.experts=sequential"}
 TWO_RANKS = {
     "dp2": "",
@@ -22,6 +23,7 @@ TWO_RANKS = {
     "tp2-sp-ep2": f"{SP},layout.ep=2",
     "tp2-sp-ep2-sequential": f"{SP},layout.ep=2,model.experts=sequential",
     "tp2-sp-etp2": f"{SP},layout.etp=2",
+    "ep2-recompute": f"layout.ep=2,{RECOMPUTE}",
 }
 BROKEN = {"tp2-sp+expert-copies": SP}
 FOUR_RANKS = {

@@ -9,10 +9,13 @@ GRADIENT_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
 WEIGHT_LIMIT = 1e-3
 PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
+FULL = "model.recompute_granularity=full"
+SELECTIVE = "model.recompute_granularity=selective,model.recompute_modules=[core_attn,layernorm,mlp]"
 ONE_RANK = {
     "one": "",
     "micro-1": "actor.ppo_micro_batch_size_per_gpu=1,critic.ppo_micro_batch_size_per_gpu=1",
     "micro-4": "actor.ppo_micro_batch_size_per_gpu=4,critic.ppo_micro_batch_size_per_gpu=4",
+    "recompute-uniform": f"{FULL},model.recompute_method=uniform,model.recompute_num_layers=2",
 }
 TWO_RANKS = {
     "dp2": "",
@@ -20,6 +23,8 @@ TWO_RANKS = {
     "tp2": "layout.tp=2",
     "tp2-sp": "layout.tp=2,layout.sequence_parallel=true",
     "pp2": "layout.pp=2",
+    "tp2-sp-recompute-modules": f"layout.tp=2,layout.sequence_parallel=true,{SELECTIVE}",
+    "pp2-recompute-block": f"layout.pp=2,{FULL},model.recompute_method=block,model.recompute_num_layers=1",
 }
 FOUR_RANKS = {"tp2-pp2": "layout.tp=2,layout.pp=2", "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true"}
 BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": TWO_RANKS["pp2"]}

@@ -16,7 +16,7 @@ from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.measure import measured_account
 from megappo.engines.hybrid.messages import Views
-from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
+from megappo.engines.hybrid.plan import Planner, Transfer
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target
 from megappo.engines.hybrid.weights import GenerationWeights
@@ -122,7 +122,7 @@ class HybridTransfer:
             kinds,
             grid.training,
             self._targets,
-            layers_of_stages=even_stages(spec.shape.num_layers, grid.training.pp),
+            layers_of_stages=mesh.stage_layers(spec.shape.num_layers),
             element_bytes=self._dtype.itemsize,
             bucket_bytes=bucket_bytes,
             generation_tp=grid.tp,

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from megappo.config.grid import GenerationGrid
 from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
-from megappo.engines.hybrid.plan import Planner, even_stages
+from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.rollout import WorstTensor
 from megappo.engines.vllm.destination import VLLMDestination
@@ -62,7 +62,7 @@ class DirectTransfer:
             kinds,
             grid.training,
             self._targets,
-            layers_of_stages=even_stages(spec.shape.num_layers, grid.training.pp),
+            layers_of_stages=mesh.stage_layers(spec.shape.num_layers),
             element_bytes=next(stage.parameters()).element_size(),
             bucket_bytes=bucket_bytes,
             generation_tp=grid.tp,

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -178,7 +179,9 @@ def main() -> None:
     results = {}
     for run in arguments.runs:
         name, _, overrides = run.partition("=")
-        results[name] = run_once(arguments.config, overrides.split(",") if overrides else [], arguments.folder / name)
+        # A comma inside of brackets is one of a list.
+        parts = re.split(r",(?![^\[]*\])", overrides) if overrides else []
+        results[name] = run_once(arguments.config, parts, arguments.folder / name)
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(results))
     stop_mesh()

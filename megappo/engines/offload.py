@@ -1,0 +1,217 @@
+"""Moves what a role does not need between its phases to host memory, and back.
+
+A storage is emptied in place and filled again, so that all views into it (DDP's buffers, the shards of the distributed
+optimizer, a generation engine's aliases) are right afterwards. Its address may be another one then: who keeps
+addresses, as a captured CUDA graph does, can't be given such parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["params", "grads", "optimizer"]
+Tensors = Callable[[], Iterable[Tensor]]
+"""The tensors of one kind that exist at the moment."""
+
+
+class RoleMemory:
+    """The storages of one role by kind, of which those of `offloaded` kinds wait in host memory when nobody needs them.
+
+    On a GPU copies run on a stream of their own, into pinned memory; `begin` lets the computation go on meanwhile. On a
+    CPU the host copy is a second buffer: nothing is gained, but all is done.
+    """
+
+    def __init__(self, tensors: Mapping[Kind, Tensors], offloaded: Iterable[Kind], device: torch.device) -> None:
+        self._tensors = dict(tensors)
+        stream = SideStream(device)
+        # Gradients begin every update with zeros: there is nothing to keep.
+        self._movable = {kind: Movable(tensors[kind], stream, keeps=kind != "grads") for kind in offloaded}
+        self._held: set[Kind] = set()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether any kind is ever moved."""
+        return bool(self._movable)
+
+    def need(self, *kinds: Kind) -> None:
+        """Brings `kinds` back where they are out; they can be used when it returns, in the order of the stream."""
+        for kind in kinds:
+            self.begin(kind)
+        for kind in kinds:
+            if kind in self._movable:
+                self._movable[kind].wait()
+
+    def begin(self, kind: Kind) -> None:
+        """Begins to bring `kind` back; `need` has to be called before it is used."""
+        if kind in self._movable:
+            self._movable[kind].back()
+
+    def hold(self, kind: Kind) -> None:
+        """Keeps `kind` here, whoever has the turn, until it is let go."""
+        self.need(kind)
+        self._held.add(kind)
+
+    def let_go(self, kind: Kind) -> None:
+        self._held.discard(kind)
+
+    def rest(self) -> bool:
+        """Moves out all that is offloaded and not held; whether there was any."""
+        moved = [movable.out() for kind, movable in self._movable.items() if kind not in self._held]
+        return any(moved)
+
+    def device_bytes(self, kind: Kind) -> int:
+        """Bytes of a kind on the device at this moment."""
+        of_kind = self._tensors.get(kind)
+        return 0 if of_kind is None else sum(storage.nbytes() for storage in storages_of(of_kind()).values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of what is out."""
+        return sum(movable.host_bytes for movable in self._movable.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of all roles of a run. `gives_back`: what becomes free goes back to the device, where an engine takes
+    memory that is not torch's; otherwise torch keeps it for the next phase."""
+
+    roles: Sequence[RoleMemory] = ()
+    gives_back: bool = False
+
+    def rest(self) -> None:
+        """The end of a phase."""
+        moved = [role.rest() for role in self.roles]
+        if any(moved) and self.gives_back and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # waits for the copies
+
+    def need_all(self) -> None:
+        """Brings everything back, for what reads whole roles: checkpoints and exports."""
+        for role in self.roles:
+            role.need("params", "grads", "optimizer")
+
+    def metrics(self, phase: str) -> dict[str, float]:
+        """`memory/…` of this rank at the end of a phase, before anything is moved; nothing where nothing ever is."""
+        if not any(role.is_offloaded for role in self.roles):
+            return {}
+        kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
+        held = {f"memory/{phase}/{kind}": float(sum(role.device_bytes(kind) for role in self.roles)) for kind in kinds}
+        return held | {f"memory/{phase}/host": float(sum(role.host_bytes for role in self.roles))}
+
+
+NO_MEMORY = Memory()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A storage that is out: its size, and its bytes in host memory where they are kept."""
+
+    storage: torch.UntypedStorage
+    size: int
+    host: Tensor | None
+
+
+class Movable:
+    """The storages of `tensors`. `keeps`: their bytes come back with them; otherwise what comes back is undefined."""
+
+    def __init__(self, tensors: Tensors, stream: SideStream, *, keeps: bool) -> None:
+        self._tensors = tensors
+        self._stream = stream
+        self._keeps = keeps
+        self._slots: dict[int, Slot] = {}
+        self._is_out = False
+
+    def out(self) -> bool:
+        """Whether it was here."""
+        if self._is_out:
+            return False
+        # An optimizer has its state after the first step, and another one after a checkpoint was loaded.
+        old, self._slots = self._slots, {}
+        with self._stream.behind():
+            for key, storage in storages_of(self._tensors()).items():
+                size = storage.nbytes()
+                host = self._host_buffer(old.get(key), size)
+                if host is not None:
+                    self._stream.copy(host, whole(storage))
+                self._slots[key] = Slot(storage, size, host)
+        for slot in self._slots.values():
+            slot.storage.resize_(0)
+        self._is_out = True
+        return True
+
+    def back(self) -> None:
+        if not self._is_out:
+            return
+        # Memory comes from the stream that computes, which will be the one that frees it.
+        for slot in self._slots.values():
+            slot.storage.resize_(slot.size)
+        with self._stream.behind():
+            for slot in self._slots.values():
+                if slot.host is not None:
+                    self._stream.copy(whole(slot.storage), slot.host)
+        self._is_out = False
+
+    def wait(self) -> None:
+        """Has the computing stream wait for what was begun."""
+        self._stream.join()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(slot.host.nbytes for slot in self._slots.values() if slot.host is not None) if self._is_out else 0
+
+    def _host_buffer(self, before: Slot | None, size: int) -> Tensor | None:
+        """The buffer of the time before: pinned memory takes long to get."""
+        if not self._keeps:
+            return None
+        if before is not None and before.host is not None and before.size == size:
+            return before.host
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream.is_cuda)
+
+
+class SideStream:
+    """A CUDA stream for copies; on a CPU, the order of the program."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
+
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
+        """While inside, copies run after all that the computing stream was given before, and beside what follows."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Within `behind`. The memory on the device is not given to others before the copy is done."""
+        target.copy_(source, non_blocking=True)
+        if self._stream is not None:
+            (target if target.is_cuda else source).record_stream(self._stream)
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Each storage once, by an address that does not change when it is emptied; empty ones left out."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
+
+
+def whole(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] uint8: a view of all of it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def no_memory() -> RoleMemory:
+    """Of a role that moves nothing."""
+    return RoleMemory({}, (), torch.device("cpu"))
