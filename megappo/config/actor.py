@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.lora import LoraConfig
 from megappo.config.optim import OptimConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -100,6 +101,8 @@ class CriticConfig(Section):
     path: str | None = None
     """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the
     actor's when null."""
+    lora: LoraConfig = LoraConfig()
+    """The critic's, whose value head is trained too."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     ppo_mini_batch_size: int | None = Field(None, ge=1)
     """Prompts of one optimizer step; the actor's when null."""

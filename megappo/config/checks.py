@@ -8,6 +8,7 @@ Rules about the algorithm are in `checks_algorithm.py`, about model folders, dat
 from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_lora import lora_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
 from megappo.config.checks_vllm import vllm_problems
@@ -35,6 +36,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *world_problems(config, world_size),
         *hybrid_problems(config, data_parallel_size(config, world_size)),
         *vllm_problems(config),
+        *lora_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)

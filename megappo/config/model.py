@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.lora import LoraConfig
 
 
 class ModelConfig(Section):
@@ -23,6 +24,9 @@ class ModelConfig(Section):
     """Pack the sequences of a micro-batch into one row without padding: supervised and preference training."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """Experts of a layer: two parameters for all local ones and grouped matrix products, or one module an expert."""
+
+    lora: LoraConfig = LoraConfig()
+    """The policy's; also that of a reward model that is trained."""
 
     @property
     def tokenizer_folder(self) -> str:

@@ -12,9 +12,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.lora import LoraConfig
 from megappo.config.optim import OptimConfig
 from megappo.engines.optimizer import Optimizer
-from megappo.engines.training import ModelEngine, TrainingEngine
+from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
+from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.models.weight_map import Head
@@ -42,29 +44,37 @@ class RoleBuilder:
         return read_model(Path(self.config.model.path))
 
     def actor(self, total_steps: int) -> TrainedRole:
-        return self._trained(self.config.model.path, "lm", self.config.actor.optim, total_steps)
+        return self._trained(self.config.model.path, "lm", self.config.actor.optim, total_steps, self.config.model.lora)
 
     def critic(self, total_steps: int) -> TrainedRole:
         path = self.config.critic.path or self.config.model.path
-        return self._trained(path, "value", self.config.critic.optim, total_steps)
+        return self._trained(path, "value", self.config.critic.optim, total_steps, self.config.critic.lora)
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
-        return self._trained(self.config.model.path, "value", self.config.actor.optim, total_steps)
+        return self._trained(self.config.model.path, "value", self.config.actor.optim, total_steps, self.config.model.lora)
 
-    def reference(self) -> ModelEngine:
+    def reference(self, actor: TrainedRole) -> ModelEngine:
+        """`actor` without its adapters where it has some and started from the reference's weights; else a model."""
+        if self.config.model.lora.is_used and self.config.ref.path is None:
+            return BaseEngine(actor.model, self.mesh)
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
         return ModelEngine(model.requires_grad_(False), self.mesh)
 
-    def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int) -> TrainedRole:
-        model = self._model(path, head)
+    def _trained(
+        self, path: str, head: Head, optim: OptimConfig, total_steps: int, lora: LoraConfig
+    ) -> TrainedRole:
+        model = self._model(path, head, lora)
         return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
 
-    def _model(self, path: str, head: Head) -> GPTModel:
+    def _model(self, path: str, head: Head, lora: LoraConfig | None = None) -> GPTModel:
         spec = read_model(Path(path))
+        has_lora = lora is not None and lora.is_used
         model = build_model(
-            spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
-            experts=self.config.model.experts,
+            spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
+            layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
+        if lora is not None and has_lora:
+            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed)
         return model
