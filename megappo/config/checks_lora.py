@@ -20,7 +20,9 @@ def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> lis
         reason = "does nothing, for this run has no critic"
         problems.append(Problem(f"{path}.rank", typed(lora.rank), reason, "leave it out", Severity.WARNING))
     if lora.dropout > 0 and config.layout.tp > 1:
-        reason = f"ranks that share a layer would have to leave out the same inputs, and layout.tp is {config.layout.tp}"
+        reason = (
+            f"ranks that share a layer would have to leave out the same inputs, and layout.tp is {config.layout.tp}"
+        )
         problems.append(Problem(f"{path}.dropout", typed(lora.dropout), reason, "set it to 0, or layout.tp to 1"))
     if config.model.layers == "te":
         reason = f"Transformer Engine fuses norms into the layers that {path} adapts"

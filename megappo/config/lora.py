@@ -1,6 +1,6 @@
 """Section `lora` of the actor's model and of the critic: low-rank adapters in the place of full training."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,11 @@ class LoraConfig(Section):
     """`dora` trains the length of each row of W + ΔW too, apart from its direction."""
     export_merged: bool = False
     """`trainer.export_hf` writes the whole model with ΔW in it; otherwise the adapter alone, in PEFT's format."""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What two runs must share to load each other's adapters."""
+        return self.model_dump(mode="json", include={"rank", "alpha", "target_modules", "type"})
 
     @property
     def is_used(self) -> bool:

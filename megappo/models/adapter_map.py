@@ -1,8 +1,9 @@
 """Which projections get an adapter, and how its parameters are made of PEFT's tensors. Imports no torch.
 
-A linear layer of Megatron may be several projections of Hugging Face, its rows in blocks that are cut over TP ranks. Its
-adapter has one A for each projection, and one B for each block, whose rows are the block's: so B is cut as the weight is,
-and each row of B meets the A of its own projection. The adapter of `….linear_qkv` is a module `….linear_qkv_lora` beside it.
+A linear layer of Megatron may be several projections of Hugging Face, its rows in blocks that are cut over TP ranks.
+Its adapter has one A for each projection, and one B for each block, whose rows are the block's: so B is cut as the
+weight is, and each row of B meets the A of its own projection. The adapter of `….linear_qkv` is a module
+`….linear_qkv_lora` beside it.
 """
 
 import re
@@ -79,11 +80,13 @@ def adapter_map(weight_map: WeightMap, targets: Sequence[AdapterTarget], lora: L
             if lora.type == "dora":
                 tensors[f"{peft}.lora_magnitude_vector"] = (rows,)
             axis, length = (1, target.in_size) if target.is_row_parallel else (None, lora.rank)
-            block = (Segment(f"{peft}.lora_A.weight", 0, length),)
-            rules.append(Rule((f"{prefix}lora_A.{_last(name)}",), axis, (block,)))
+            columns = (Segment(f"{peft}.lora_A.weight", 0, length),)
+            rules.append(Rule((f"{prefix}lora_A.{_last(name)}",), axis, (columns,)))
         for number, block in enumerate(row_blocks(weight_map, target)):
             axis = None if target.is_row_parallel else 0
-            kinds = {"lora_B": ".lora_B.weight"} | ({"magnitude": ".lora_magnitude_vector"} if lora.type == "dora" else {})
+            kinds = {"lora_B": ".lora_B.weight"} | (
+                {"magnitude": ".lora_magnitude_vector"} if lora.type == "dora" else {}
+            )
             for kind, ending in kinds.items():
                 renamed = tuple(_renamed(segment, target.projections, ending) for segment in block)
                 rules.append(Rule((f"{prefix}{kind}.{number}",), axis, (renamed,)))
@@ -118,7 +121,9 @@ def _candidates(weight_map: WeightMap) -> list[Rule]:
     return [
         rule
         for rule in weight_map.rules
-        if rule.axis is not None and not rule.is_vocabulary and all(name.endswith("_proj.weight") for name in rule.sources)
+        if rule.axis is not None
+        and not rule.is_vocabulary
+        and all(name.endswith("_proj.weight") for name in rule.sources)
     ]
 
 

@@ -7,8 +7,6 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -39,7 +37,9 @@ def attach_lora(model: GPTModel, spec: ModelSpec, mesh: Mesh, lora: LoraConfig, 
             parent, _, name = target.linear.removeprefix(prefix).rpartition(".")
             _attach(layer.get_submodule(parent), name, target, weight_map, lora, mesh)
     with torch.no_grad():
-        for item in stage_parameters(model, adapter_map(weight_map, tuple(targets.values()), lora, head), is_partial=True):
+        for item in stage_parameters(
+            model, adapter_map(weight_map, tuple(targets.values()), lora, head), is_partial=True
+        ):
             if ".lora_A." in item.name:
                 _draw(item, mesh, lora.rank, targets[item.name.partition(SUFFIX)[0]].in_size, seed)
     for _, linear, adapter in adapters(model):
@@ -53,12 +53,20 @@ def attached_lora(model: nn.Module) -> LoraConfig | None:
     return lora if isinstance(lora, LoraConfig) else None
 
 
-def merged_parameters(model: nn.Module, weight_map: WeightMap) -> Iterator[StageParameter]:
-    """`stage_parameters`, those with an adapter as new tensors that hold its ΔW. All TP ranks of a copy call it."""
-    of_weight = {linear.weight: (linear, adapter) for _, linear, adapter in adapters(model)}
-    for item in stage_parameters(model, weight_map):
-        found = of_weight.get(item.parameter)
-        yield item if found is None else replace(item, tensor=found[1].merged(found[0]))
+class Merge:
+    """Gives the weights of a stage with what its adapters add: new tensors, the weights themselves stay as they are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_weight = {linear.weight: (linear, adapter) for _, linear, adapter in adapters(model)}
+
+    def changes(self, item: StageParameter) -> bool:
+        """Whether an adapter stands beside the parameter."""
+        return item.parameter in self._of_weight
+
+    def __call__(self, item: StageParameter) -> Tensor:
+        """The parameter's tensor, or a new one with ΔW in it. All TP ranks of a model copy call it together."""
+        found = self._of_weight.get(item.parameter)
+        return item.tensor if found is None else found[1].merged(found[0])
 
 
 def _attach(
@@ -66,7 +74,9 @@ def _attach(
 ) -> None:
     linear: nn.Module = parent.get_submodule(name)
     if hasattr(linear, "layer_norm_weight"):
-        raise ConfigError(f"model.lora: {target.linear} holds a norm of Transformer Engine's; set model.layers to torch")
+        raise ConfigError(
+            f"model.lora: {target.linear} holds a norm of Transformer Engine's; set model.layers to torch"
+        )
     blocks = [_share(block, target, mesh) for block in row_blocks(weight_map, target)]
     adapter = LinearAdapter(target, blocks, lora, mesh, linear.weight)  # type: ignore[arg-type]
     parent.add_module(f"{name}{SUFFIX}", adapter)

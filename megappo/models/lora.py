@@ -1,7 +1,7 @@
 """The adapter of one linear layer: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024) on Megatron's TP layers.
 
-It stands beside its layer, whose output it changes by a hook: the layer, its weight and its place in checkpoints stay as
-they are. Where adapters are put into a model is `attach_lora.py`.
+It stands beside its layer, whose output it changes by a hook: the layer, its weight and its place in checkpoints stay
+as they are. Where adapters are put into a model is `attach_lora.py`.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -33,15 +33,17 @@ class LinearAdapter(nn.Module):
     """ΔW = alpha / rank · B · A of a column- or row-parallel layer, an A for each of its projections.
 
     Column-parallel: A [rank, in] is whole on every TP rank, B [rows / tp, rank] is cut; row-parallel: A [rank, in / tp]
-    is cut, B [rows, rank] whole. `blocks`: this rank's rows of the layer, block after block. B is zero at first, so that
-    the layer computes what it did; A is undefined until `attach_lora` fills it. DoRA scales row i of W + ΔW to the length
-    `magnitude[i]`; its gradient takes the length that it divides by for a constant, as the paper does (§4.3).
+    is cut, B [rows, rank] whole. `blocks`: this rank's rows of the layer, block after block. B is zero at first, so
+    that the layer computes what it did; A is undefined until `attach_lora` fills it. DoRA scales row i of W + ΔW to the
+    length `magnitude[i]`; its gradient takes the length that it divides by for a constant, as the paper does (§4.3).
 
     What is whole on every TP rank gets the same gradient on each; under sequence parallelism each has a part of it, and
     the mark `sequence_parallel` has Megatron add them up.
     """
 
-    def __init__(self, target: AdapterTarget, blocks: Sequence[Block], lora: LoraConfig, mesh: Mesh, weight: Tensor) -> None:
+    def __init__(
+        self, target: AdapterTarget, blocks: Sequence[Block], lora: LoraConfig, mesh: Mesh, weight: Tensor
+    ) -> None:
         super().__init__()
         self._is_row_parallel = target.is_row_parallel
         self._sequence_parallel = mesh.sequence_parallel
@@ -89,7 +91,7 @@ class LinearAdapter(nn.Module):
         added = self._scaling * self._added(inputs[0])
         if not self.magnitude:
             return plain + added, bias
-        own_bias = None if linear.skip_bias_add else linear.bias
+        own_bias: Any = None if linear.skip_bias_add else linear.bias
         product = plain if own_bias is None else plain - own_bias
         ratio = self._ratio(linear)
         # So written, a ratio of 1 leaves the output as it is to the bit.

@@ -43,9 +43,7 @@ class _Found:
     experts: Sequence[int] = ()
 
 
-def stage_parameters(
-    model: nn.Module, weight_map: WeightMap, *, is_partial: bool = False
-) -> Iterator[StageParameter]:
+def stage_parameters(model: nn.Module, weight_map: WeightMap, *, is_partial: bool = False) -> Iterator[StageParameter]:
     """The stage's parameters in the order of the map, the same on all TP ranks of a stage.
 
     Adapters are no part of a model's own map; `is_partial` is for a map of them, which lacks the model's parameters.

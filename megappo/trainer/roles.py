@@ -52,7 +52,9 @@ class RoleBuilder:
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
-        return self._trained(self.config.model.path, "value", self.config.actor.optim, total_steps, self.config.model.lora)
+        return self._trained(
+            self.config.model.path, "value", self.config.actor.optim, total_steps, self.config.model.lora
+        )
 
     def reference(self, actor: TrainedRole) -> ModelEngine:
         """`actor` without its adapters where it has some and started from the reference's weights; else a model."""
@@ -61,9 +63,7 @@ class RoleBuilder:
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
         return ModelEngine(model.requires_grad_(False), self.mesh)
 
-    def _trained(
-        self, path: str, head: Head, optim: OptimConfig, total_steps: int, lora: LoraConfig
-    ) -> TrainedRole:
+    def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int, lora: LoraConfig) -> TrainedRole:
         model = self._model(path, head, lora)
         return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
 
