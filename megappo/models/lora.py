@@ -53,9 +53,9 @@ class LinearAdapter(nn.Module):
         self._dropout = lora.dropout
         self.enabled = True
         columns = weight.shape[1]
-        self.lora_A = nn.ParameterDict(
-            {name.rpartition(".")[2]: self._parameter(weight, (lora.rank, columns)) for name in target.projections}
-        )
+        # A ParameterDict sorts what it is given (torch 2.13): the order of projections is kept beside it.
+        self._names = [name.rpartition(".")[2] for name in target.projections]
+        self.lora_A = nn.ParameterDict({name: self._parameter(weight, (lora.rank, columns)) for name in self._names})
         sizes = [sum(segment.length for segment in block) for block in blocks]
         self.lora_B = nn.ParameterDict(
             {str(number): self._parameter(weight, (size, lora.rank)) for number, size in enumerate(sizes)}
@@ -147,8 +147,12 @@ class LinearAdapter(nn.Module):
             [self._block_rows(lows, b, rows) for b, rows in zip(self.lora_B.values(), self._rows, strict=True)], dim=-1
         )
 
+    def _projections(self) -> list[Tensor]:
+        """The A of each projection, in the order of the layer's rows."""
+        return [self.lora_A[name] for name in self._names]
+
     def _low(self, hidden: Tensor) -> Tensor:
-        matrices = list(self.lora_A.values())
+        matrices = self._projections()
         if self._dropout and self.training:
             dropped = (functional.dropout(hidden, self._dropout, training=True) for _ in matrices)
             return torch.cat([functional.linear(one, a) for one, a in zip(dropped, matrices, strict=True)], dim=-1)
@@ -178,7 +182,7 @@ class LinearAdapter(nn.Module):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         total, start = weight.to(dtype, copy=True), 0
         for b, rows in zip(self.lora_B.values(), self._rows, strict=True):
-            for a, own in zip(self.lora_A.values(), rows, strict=True):
+            for a, own in zip(self._projections(), rows, strict=True):
                 if own is not None:
                     total.index_add_(0, own + start, self._scaling * (b[own].to(dtype) @ a.to(dtype)))
             start += len(b)

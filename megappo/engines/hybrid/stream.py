@@ -38,7 +38,8 @@ def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> I
     """Every tensor of the model under its Hugging Face name, a new one each, on `mesh.device` and in the model's dtype.
 
     `model` is this rank's stage of a language model, whose adapters are merged into the tensors. Collective: every rank
-    of the world takes all tensors. What was sent and received is added to `moved`, and the most bytes of these tensors that were alive at once.
+    of the world takes all tensors. What was sent and received is added to `moved`, and the most bytes of these tensors
+    that were alive at once.
     """
     weight_map = spec.family.weight_map(spec.shape, "lm")
     stage = [parameter for parameter in stage_parameters(model, weight_map) if not parameter.rule.is_copy]
