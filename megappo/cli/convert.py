@@ -16,6 +16,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--to", dest="target", required=True, metavar="PATH", help="folder that is written")
     parser.add_argument("--config", metavar="FILE", help="experiment of the checkpoint, where its run folder lacks it")
     add_layout(parser)
+    parser.add_argument("--merged", action="store_true", help="write the whole model, low-rank adapters merged into it")
     parser.set_defaults(run=run)
 
 
@@ -36,5 +37,6 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         tp=arguments.tp,
         pp=arguments.pp,
         dtype=arguments.dtype,
+        merged=arguments.merged,
     )
     return run_on_ranks(request, arguments.tp * arguments.pp)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.lora import LoraConfig
 from megappo.config.offload import OffloadConfig, RefOffloadConfig
 from megappo.config.optim import OptimConfig
 
@@ -106,6 +107,8 @@ class CriticConfig(Section):
     path: str | None = None
     """Hugging Face folder of the starting weights (a language model, or a reward model with `score.weight`); the
     actor's when null."""
+    lora: LoraConfig = LoraConfig()
+    """The critic's, whose value head is trained too."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     offload: OffloadConfig = OffloadConfig()
     ppo_mini_batch_size: int | None = Field(None, ge=1)

@@ -9,6 +9,7 @@ from megappo.config.checks_algorithm import algorithm_problems
 from megappo.config.checks_experts import expert_problems
 from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
+from megappo.config.checks_lora import lora_problems
 from megappo.config.checks_memory import memory_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
@@ -39,6 +40,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *vllm_problems(config),
         *expert_problems(config),
         *memory_problems(config),
+        *lora_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)

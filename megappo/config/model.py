@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.lora import LoraConfig
 from megappo.config.recompute import DEFAULT_MODULES, Granularity, Method, Recompute, RecomputeModule
 
 
@@ -55,6 +56,9 @@ class ModelConfig(Section):
         """The four settings above, with their defaults."""
         modules = DEFAULT_MODULES if self.recompute_modules is None else self.recompute_modules
         return Recompute(self.recompute_granularity, self.recompute_method, self.recompute_num_layers, modules)
+
+    lora: LoraConfig = LoraConfig()
+    """The policy's; also that of a reward model that is trained."""
 
     @property
     def tokenizer_folder(self) -> str:

@@ -38,6 +38,8 @@ class ConvertRequest(Section):
     pp: int = Field(1, ge=1)
     dtype: Dtype | None = None
     """Type of the written weights; that of the read ones when null."""
+    merged: bool = False
+    """Write the whole model with its low-rank adapters in it, rather than the adapters alone."""
 
 
 class GenerateRequest(Section):

@@ -78,8 +78,17 @@ def read_stages(
                 trainer["run_dir"] = str(Path(trainer["run_dir"]) / name)
             if name in exported:
                 trainer["export_hf"] = True
+                _export_merged(values)
         stages[name] = validated(Document(values, document.locations), problems[name])
     return stages
+
+
+def _export_merged(values: dict[str, Any]) -> None:
+    """A model that a later stage reads is whole, also where adapters were trained."""
+    model = values.get("model")
+    lora = model.get("lora") if isinstance(model, dict) else None
+    if isinstance(lora, dict) and lora.get("rank"):
+        lora["export_merged"] = True
 
 
 def _sections(document: Document) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from megappo.engines.optimizer import Optimizer
 from megappo.engines.routing import ExpertRouting, RouterCoefficients, loads_of, routing_of
 from megappo.experience.micro import MicroBatch
 from megappo.experience.packed import PackedMicroBatch
+from megappo.models.lora import adapters_off, dropping_inputs
 from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
 
@@ -139,6 +140,21 @@ class ModelEngine:
         )
 
 
+class BaseEngine(ModelEngine):
+    """A model with low-rank adapters as it was without them: a reference that is no second copy in memory."""
+
+    def _logits_now(self, micro: MicroBatch) -> Tensor:
+        with adapters_off(self.model):
+            return super()._logits_now(micro)
+
+    def _run(
+        self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
+    ) -> list[Any]:
+        assert forward_only, "the frozen weights are not trained"
+        with adapters_off(self.model):
+            return super()._run(micros, on_output, forward_only=forward_only)
+
+
 def _packing(micro: MicroBatch) -> dict[str, Any]:
     """What tells the model where packed sequences begin and end."""
     if not isinstance(micro, PackedMicroBatch):
@@ -187,7 +203,8 @@ class TrainingEngine(ModelEngine):
 
         self.optimizer.zero_grad()
         self._prepare_routers(micros)
-        shares = self._run(micros, share, forward_only=False)
+        with dropping_inputs(self.model):
+            shares = self._run(micros, share, forward_only=False)
         metrics = self._global_metrics(shares, loss.metrics)
         routing: dict[str, float] = {}
         if self.routing is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megappo.errors import DataError
 from megappo.models.architecture import ModelSpec
+from megappo.models.attach_lora import Merge
 from megappo.models.hf_folder import SafetensorsWriter, copy_companions, dtype_name, write_index
 from megappo.models.import_hf import head_of
 from megappo.models.stage_parameters import StageParameter, stage_parameters
@@ -45,8 +46,8 @@ def export_hf(
     """
     out = Path(out_folder)
     partial = out.with_name(f".{out.name}.partial")
-    _prepare(out, partial, mesh)
-    head = _agreed_head(model, mesh)
+    prepare_folder(out, partial, mesh)
+    head = agreed_head(model, mesh)
     weight_map = spec.family.weight_map(spec.shape, head)
     writer = SafetensorsWriter(partial, part=mesh.pp_rank * mesh.ep + mesh.ep_rank, max_shard_bytes=max_shard_bytes)
     for name, tensor in _tensors(model, weight_map, mesh):
@@ -66,7 +67,7 @@ def export_hf(
         dist.barrier()
 
 
-def _prepare(out: Path, partial: Path, mesh: Mesh) -> None:
+def prepare_folder(out: Path, partial: Path, mesh: Mesh) -> None:
     """An empty folder to write into, seen by all ranks."""
     is_taken = mesh.is_writer and out.exists() and (not out.is_dir() or any(out.iterdir()))
     if any_rank(is_taken, mesh):
@@ -78,22 +79,23 @@ def _prepare(out: Path, partial: Path, mesh: Mesh) -> None:
         dist.barrier()
 
 
-def _agreed_head(model: nn.Module, mesh: Mesh) -> Head:
+def agreed_head(model: nn.Module, mesh: Mesh) -> Head:
     """The head is on the last stage alone, the writer of the configuration on the first."""
     return broadcast_object(head_of(model), mesh.pp_group, mesh.last_stage_rank)
 
 
 def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors that this rank writes, on the CPU."""
+    """Hugging Face tensors that this rank writes, on the CPU; adapters are merged into theirs."""
+    merge = Merge(model)
     for parameter in stage_parameters(model, weight_map):
         if parameter.rule.is_copy:
             continue
-        shards = _gathered(parameter, mesh)
+        shards = gathered(parameter, mesh, merge)
         if shards:
             yield from assembled(parameter.rule, shards, weight_map)
 
 
-def _gathered(parameter: StageParameter, mesh: Mesh) -> list[Tensor]:
+def gathered(parameter: StageParameter, mesh: Mesh, merge: Merge) -> list[Tensor]:
     """The shards of all (expert) TP ranks on the first of them (one where each holds the whole); empty elsewhere."""
     if parameter.expert is None:
         copy, group = mesh.dp_rank, mesh.tp_group
@@ -102,8 +104,9 @@ def _gathered(parameter: StageParameter, mesh: Mesh) -> list[Tensor]:
     if copy != 0:
         return []
     if parameter.rule.axis is None or group.size() == 1:
-        return [parameter.tensor] if group.rank() == 0 else []
-    shard = parameter.tensor.contiguous()
+        tensor = merge(parameter)
+        return [tensor] if group.rank() == 0 else []
+    shard = merge(parameter).contiguous()
     shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
     dist.gather(shard, shards or None, group=group, group_dst=0)
     return shards

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from megappo.models.adapter_map import SUFFIX
 from megappo.models.weight_map import EXPERT, Rule, Segment, WeightMap
 from megappo.parallel.mesh import Mesh
 
@@ -42,15 +43,17 @@ class _Found:
     experts: Sequence[int] = ()
 
 
-def stage_parameters(model: nn.Module, weight_map: WeightMap) -> Iterator[StageParameter]:
+def stage_parameters(model: nn.Module, weight_map: WeightMap, *, is_partial: bool = False) -> Iterator[StageParameter]:
     """The stage's parameters in the order of the map, the same on all TP ranks of a stage.
+
+    Adapters are no part of a model's own map; `is_partial` is for a map of them, which lacks the model's parameters.
 
     Ranks that share the experts of a layer have as many each, in the same places of the order. Megatron numbers the
     layers of a stage and the experts of a rank from 0; the map counts over the model and over the layer.
     """
     rules, found = weight_map.by_parameter(), _found(model)
-    unknown = sorted(set(found) - set(rules))
-    assert not unknown, f"the weight map has no rule for {', '.join(unknown)}"
+    unknown = sorted(name for name in set(found) - set(rules) if f"{SUFFIX}." not in name)
+    assert is_partial or not unknown, f"the weight map has no rule for {', '.join(unknown)}"
     for name, rule in rules.items():
         for held in found.get(name, ()):
             if rule.experts is None:

@@ -202,7 +202,7 @@ def reference_worker(
     size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
     fills_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == EXACT
     policy = actor.engine if fills_kl else None
-    return ReferenceWorker(roles.reference(), log_probs(config, mesh, spec), size, policy)
+    return ReferenceWorker(roles.reference(actor), log_probs(config, mesh, spec), size, policy)
 
 
 def kl_term(config: ExperimentConfig, reference: ReferenceWorker | NoReference) -> KLTerm | None:

@@ -76,7 +76,7 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     actor = roles.actor(data.total_steps)
     read = log_probs(config, mesh, spec, temperature=1.0)
     size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
-    task = DPOTask(config.dpo, pairs, read, ReferenceWorker(roles.reference(), read, size), plan.sequences)
+    task = DPOTask(config.dpo, pairs, read, ReferenceWorker(roles.reference(actor), read, size), plan.sequences)
     evaluates: Evaluator | PairEvaluator[PreferencePair]
     if reward is not None:
         evaluates = _answers(config, mesh, data, spec, actor, reward)

@@ -34,9 +34,11 @@ from megappo.config.checkpoint_folder import (
     read_state,
     signature,
 )
+from megappo.config.lora import LoraConfig
 from megappo.config.model_folder import read_model_facts
 from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
+from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
 from megappo.parallel import write_queue
@@ -113,6 +115,7 @@ class CheckpointStore:
         check_same_model(path, saved.pop("model"), str(self._spec.folder))
         check_files(path, self._mesh)
         saved.pop("dtype")
+        check_same_adapters(path, saved.pop("lora", {}), roles)
         missing = [name for name in roles if not (path / name).is_dir()]
         if missing:
             raise DataError(
@@ -134,6 +137,26 @@ class CheckpointStore:
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 if old.resolve() != best:
                     shutil.rmtree(old)
+
+
+def adapters_of(roles: Mapping[str, SavedRole]) -> dict[str, Any]:
+    """The settings of the adapters of each role that has some, as JSON."""
+    found = {name: attached_lora(role.model) for name, role in roles.items()}
+    return {name: lora.model_dump(mode="json") for name, lora in found.items() if lora is not None}
+
+
+def check_same_adapters(path: Path, saved: Mapping[str, Any], roles: Mapping[str, SavedRole]) -> None:
+    """DataError where a role has other adapters in the checkpoint `path` than in this run, or only in one of them."""
+    for name, role in roles.items():
+        ours = attached_lora(role.model)
+        now = ours.shape if ours is not None else None
+        then = LoraConfig.model_validate(saved[name]).shape if name in saved else None
+        if now != then:
+            place = "critic.lora" if name == "critic" else "model.lora"
+            raise DataError(
+                f"{path}: its {name} was trained with {place} {then or 'rank 0'}, this run has {now or 'rank 0'}; "
+                "resume with the settings of the checkpoint, or start a new run"
+            )
 
 
 def check_files(path: Path, mesh: Mesh) -> None:
@@ -173,6 +196,7 @@ def write_checkpoint(
     if mesh.is_writer:
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
         content = asdict(state) | {"dtype": dtype, "model": signature(read_model_facts(str(spec.folder)))}
+        content["lora"] = adapters_of(roles)
         for name, part in (files or {}).items():
             part.save(partial / name)
         (partial / STATE).write_text(json.dumps(content, indent=1))

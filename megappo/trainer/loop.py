@@ -26,7 +26,9 @@ from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
 from megappo.experience.sample import RolloutSample
+from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
+from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
@@ -256,7 +258,9 @@ class Loop:
             target = self._folder.hf / f"step-{total:06d}"
             if self._mesh.is_writer:
                 shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
-            export_hf(model, self._parts.spec, self._mesh, target)
+            lora = attached_lora(model)
+            export = export_hf if lora is None or lora.export_merged else export_adapter
+            export(model, self._parts.spec, self._mesh, target)
             if self._mesh.is_writer:
                 point_to(target.with_name(LATEST), target)
         self._reporter.finish(total, self.outcome)

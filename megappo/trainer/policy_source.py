@@ -9,7 +9,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.checkpoint_folder import MANIFEST, read_state
+from megappo.config.lora import LoraConfig
 from megappo.errors import DataError
+from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.models.spec import Experts, Layers
@@ -74,11 +76,15 @@ class PolicySource:
         """Like `load`, with the head that the source has, or `head`."""
         head = head or self.head
         spec = read_model(self.folder)
+        role = "actor" if head == "lm" else "reward_model"
+        lora = read_state(self.checkpoint).get("lora", {}).get(role) if self.checkpoint is not None else None
+        layers = layers if lora is None else "torch"
         model = build_model(spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts)
+        if lora is not None:
+            attach_lora(model, spec, mesh, LoraConfig.model_validate(lora), head, seed=0)
         if self.checkpoint is None:
             import_hf(model, spec, mesh)
         else:
             check_files(self.checkpoint, mesh)
-            role = "actor" if head == "lm" else "reward_model"
             load_role(self.checkpoint / role, SavedRole(model, optimizer=None))
         return model.requires_grad_(False), spec

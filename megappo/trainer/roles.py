@@ -13,11 +13,13 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.config.actor import ActorConfig, CriticConfig
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.lora import LoraConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.routing import RouterCoefficients
-from megappo.engines.training import ModelEngine, TrainingEngine
+from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
+from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.models.weight_map import Head
@@ -51,36 +53,47 @@ class RoleBuilder:
         return read_model(Path(self.config.model.path))
 
     def actor(self, total_steps: int) -> TrainedRole:
-        return self._trained(self.config.model.path, "lm", self.config.actor, total_steps)
+        return self._trained(self.config.model.path, "lm", self.config.actor, total_steps, self.config.model.lora)
 
     def critic(self, total_steps: int) -> TrainedRole:
         path = self.config.critic.path or self.config.model.path
-        return self._trained(path, "value", self.config.critic, total_steps)
+        return self._trained(path, "value", self.config.critic, total_steps, self.config.critic.lora)
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
-        return self._trained(self.config.model.path, "value", self.config.actor, total_steps)
+        return self._trained(self.config.model.path, "value", self.config.actor, total_steps, self.config.model.lora)
 
-    def reference(self) -> ModelEngine:
+    def reference(self, actor: TrainedRole) -> ModelEngine:
+        """`actor` without its adapters where it has some and started from the reference's weights; else a model."""
+        if self.config.model.lora.is_used and self.config.ref.path is None:
+            return BaseEngine(actor.model, self.mesh, actor.engine.memory)
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
         offloaded: list[Kind] = ["params"] if self.config.ref.offload.params else []
         memory = RoleMemory({"params": model.parameters}, offloaded, self.mesh.device)
         self._memories.append(memory)
         return ModelEngine(model.requires_grad_(False), self.mesh, memory)
 
-    def _trained(self, path: str, head: Head, config: ActorConfig | CriticConfig, total_steps: int) -> TrainedRole:
-        model = self._model(path, head, self.config.model.recompute)
+    def _trained(
+        self, path: str, head: Head, config: ActorConfig | CriticConfig, total_steps: int, lora: LoraConfig
+    ) -> TrainedRole:
+        model = self._model(path, head, self.config.model.recompute, lora)
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe
         router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff)
         return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model)
 
-    def _model(self, path: str, head: Head, recompute: Recompute = NO_RECOMPUTE) -> GPTModel:
+    def _model(
+        self, path: str, head: Head, recompute: Recompute = NO_RECOMPUTE, lora: LoraConfig | None = None
+    ) -> GPTModel:
         spec = read_model(Path(path))
+        has_lora = lora is not None and lora.is_used
         model = build_model(
-            spec, self.mesh, dtype=DTYPES[self.config.model.dtype], layers=self.config.model.layers, head=head,
-            experts=self.config.model.experts, dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
+            spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
+            layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,
+            dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
+        if lora is not None and has_lora:
+            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed)
         return model

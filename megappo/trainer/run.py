@@ -24,7 +24,9 @@ from megappo.data.sources import Row
 from megappo.data.tokenizer import load_tokenizer
 from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.rollout import Completion, GenerationRequest, SamplingParams
-from megappo.errors import ExitCode
+from megappo.errors import ConfigError, ExitCode
+from megappo.models.attach_lora import attached_lora
+from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
@@ -68,14 +70,19 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
 
 
 def convert(request: ConvertRequest) -> ExitCode:
-    """Hugging Face folder → checkpoint (of an actor without an optimizer), or checkpoint → Hugging Face folder."""
+    """Hugging Face folder → checkpoint (of an actor without an optimizer), or checkpoint → Hugging Face folder
+    (of adapters in PEFT's format, where it has some and `merged` is false). Raises ConfigError."""
     mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
     source = PolicySource.of(request.source)
     dtype = DTYPES[request.dtype] if request.dtype else source.dtype
     model, spec = source.load_any(mesh, dtype)
     target = Path(request.target)
     if source.checkpoint is not None:
-        export_hf(model, spec, mesh, target)
+        has_adapters = attached_lora(model) is not None
+        if request.merged and not has_adapters:
+            raise ConfigError(f"--merged: {request.source} has no adapters to merge; leave it out")
+        export = export_adapter if has_adapters and not request.merged else export_hf
+        export(model, spec, mesh, target)
     else:
         state = LoopState(step=0, data={}, kl_controller=None, seed=0)
         write_checkpoint(target, {"actor": SavedRole(model, optimizer=None)}, state, mesh, spec, source.folder)

@@ -160,8 +160,9 @@ class HybridTransfer:
 
     def _moved(self) -> Moved:
         destination = PieceDestination(self._dtype, self._mesh.device)
+        self._sources.refresh()
         self._switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
-        moved = self._switch.run()
+        moved = self._sources.with_copies_counted(self._switch.run(), self._planner, self._mesh.rank)
         destination.fill(self._weights, self._targets.of(self._mesh.rank))
         self._held_bytes = destination.received_bytes
         return moved
@@ -175,3 +176,4 @@ class HybridTransfer:
         """Lets go of everything that was received."""
         self._weights.clear()
         self._switch, self._held_bytes = None, 0
+        self._sources.drop()

@@ -4,28 +4,67 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.messages import Views
-from megappo.engines.hybrid.plan import Transfer
-from megappo.models.stage_parameters import stage_parameters
+from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.models.attach_lora import Merge
+from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import WeightMap
 
 
 class TrainingShards:
-    """Views into the parameters of this rank's stage; the weights themselves are read when a switch runs."""
+    """Views into the parameters of this rank's stage; the weights themselves are read when a switch runs.
+
+    Of weights with adapters they are views into merged copies, which `refresh` makes, or writes anew where they are: so
+    nothing that an engine aliases is ever the frozen weight.
+    """
 
     def __init__(self, model: nn.Module, weight_map: WeightMap) -> None:
         """`model`: the bare stage, as `build_model` made it. A tied model's second copy passes for its embedding."""
         owners = {source: rule.names[0] for rule in weight_map.rules if not rule.is_copy for source in rule.sources}
         self._shards: dict[str, list[Tensor]] = {}
+        self._merge = Merge(model)
+        self._adapted: dict[str, StageParameter] = {}
+        self._has_copies = False
         for parameter in stage_parameters(model, weight_map):
             name = owners[parameter.rule.sources[0]] if parameter.rule.is_copy else parameter.rule.names[0]
             shards = self._shards.setdefault(name, [])
+            if self._merge.changes(parameter):
+                self._adapted[name] = parameter
             if parameter.expert is None:
                 shards.append(parameter.tensor.detach())
             elif parameter.parameter is parameter.tensor:
                 shards.append(parameter.tensor.detach()[None])
             elif not shards:
                 shards.append(parameter.parameter.detach())
+
+    def refresh(self) -> None:
+        """Merges the adapters of this moment. All TP ranks of a model copy call it together, before a switch."""
+        for name, parameter in self._adapted.items():
+            merged = self._merge(parameter).detach()
+            if self._has_copies:
+                self._shards[name][0].copy_(merged)
+            else:
+                self._shards[name] = [merged]
+        self._has_copies = True
+
+    def drop(self) -> None:
+        """Lets go of the merged copies; the next `refresh` makes them in other memory."""
+        for name, parameter in self._adapted.items():
+            self._shards[name] = [parameter.tensor.detach()]
+        self._has_copies = False
+
+    def with_copies_counted(self, moved: Moved, planner: Planner, rank: int) -> Moved:
+        """`moved`, in which the bytes of merged copies that an engine aliases count as copied."""
+        if self._adapted:
+            merged = planner.element_bytes * sum(
+                transfer.num_elements
+                for transfer in planner.receives(rank)
+                if transfer.way is Way.ALIAS and transfer.source_name in self._adapted
+            )
+            moved.aliased -= merged
+            moved.copied += merged
+        return moved
 
     @property
     def has_grouped_experts(self) -> bool:
@@ -38,7 +77,9 @@ class TrainingShards:
         return self._shards
 
     def views(self, transfer: Transfer) -> Views:
-        parts = self._shards[transfer.source_name]
+        name = transfer.source_name
+        assert self._has_copies or name not in self._adapted, f"{name} has an adapter, which was not merged"
+        parts = self._shards[name]
         start, length = transfer.source_offset, transfer.length
         run = transfer.experts
         if run is None:

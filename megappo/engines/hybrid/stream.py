@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megappo.engines.hybrid.execute import Moved
 from megappo.models.architecture import ModelSpec
+from megappo.models.attach_lora import Merge
 from megappo.models.export_hf import assembled
 from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import WeightClass, WeightMap
@@ -36,12 +37,13 @@ class _Entry:
 def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the model under its Hugging Face name, a new one each, on `mesh.device` and in the model's dtype.
 
-    `model` is this rank's stage of a language model. Collective: every rank of the world takes all tensors. What was
-    sent and received is added to `moved`, and the most bytes of these tensors that were alive at once.
+    `model` is this rank's stage of a language model, whose adapters are merged into the tensors. Collective: every rank
+    of the world takes all tensors. What was sent and received is added to `moved`, and the most bytes of these tensors
+    that were alive at once.
     """
     weight_map = spec.family.weight_map(spec.shape, "lm")
     stage = [parameter for parameter in stage_parameters(model, weight_map) if not parameter.rule.is_copy]
-    stream = _Stream(weight_map, mesh, next(model.parameters()).dtype, moved)
+    stream = _Stream(weight_map, mesh, next(model.parameters()).dtype, moved, Merge(model))
     by_stage = gather_objects(gather_objects([_entry(parameter) for parameter in stage], mesh.ep_group), mesh.pp_group)
     for number, by_ep_rank in enumerate(by_stage):
         for place, entry in enumerate(by_ep_rank[0]):
@@ -60,11 +62,12 @@ def _entry(parameter: StageParameter) -> _Entry:
 class _Stream:
     """Makes the tensors of one parameter on all ranks; `own` is the parameter on the stage that holds it."""
 
-    def __init__(self, weight_map: WeightMap, mesh: Mesh, dtype: torch.dtype, moved: Moved) -> None:
+    def __init__(self, weight_map: WeightMap, mesh: Mesh, dtype: torch.dtype, moved: Moved, merge: Merge) -> None:
         self._weight_map = weight_map
         self._mesh = mesh
         self._dtype = dtype
         self._moved = moved
+        self._merge = merge
         self._alive: list[tuple[StorageWeakRef, int]] = []
 
     def dense(self, entry: _Entry, own: StageParameter | None, stage: int) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +98,7 @@ class _Stream:
 
     def _whole(self, parameter: StageParameter, group: ProcessGroup) -> dict[str, Tensor]:
         """The parameter's tensors, from the shards of all ranks of the group."""
-        shard = parameter.tensor.detach().contiguous()
+        shard = self._merge(parameter).detach().contiguous()
         shards = [shard]
         if parameter.rule.axis is not None and group.size() > 1:
             shards = [torch.empty_like(shard) for _ in range(group.size())]

@@ -56,6 +56,7 @@ class DirectTransfer:
         kinds = Kinds.of(weight_map)
         self._mesh = mesh
         self._sources = TrainingShards(stage, weight_map)
+        self._sources.refresh()  # merged copies are made here: what is made while vLLM starts is freed when it sleeps
         self._targets = VLLMTargets(kinds, spec.shape, grid, expert_parallel=expert_parallel)
         self._switch: Switch | None = None
         self.planner = Planner(
@@ -85,7 +86,8 @@ class DirectTransfer:
         # Made after vLLM has laid the weights out: from here on their memory stays where it is, also over a sleep.
         if self._switch is None:
             self._switch = self._made(vllm_model)
-        return self._switch.run()
+        self._sources.refresh()
+        return self._sources.with_copies_counted(self._switch.run(), self.planner, self._mesh.rank)
 
     @contextmanager
     def starting(self) -> Iterator[None]:

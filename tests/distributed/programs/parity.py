@@ -28,7 +28,9 @@ from megappo.engines.optimizer import Optimizer
 from megappo.engines.rollout import Progress, SamplingParams
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.models import build
-from megappo.models.build import read_model
+from megappo.models.attach_lora import attached_lora
+from megappo.models.build import ModelSpec, read_model
+from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
@@ -37,6 +39,7 @@ from megappo.trainer.build import build_ppo
 from megappo.trainer.collect import Collector
 from megappo.trainer.ppo import PPOTrainer
 from megappo.workers.critic import CriticWorker
+from tests.support.adapters import fill_adapters
 
 VOCABULARY = 99  # the characters that the tiny tokenizer knows
 
@@ -155,7 +158,8 @@ def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tens
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    return {parameter: parameter.main_grad.clone() for parameter in wrapped.module.parameters()}
+    trained = (parameter for parameter in wrapped.module.parameters() if parameter.requires_grad)
+    return {parameter: parameter.main_grad.clone() for parameter in trained}
 
 
 def export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
@@ -164,9 +168,15 @@ def export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path:
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():
         parameter.data.copy_(gradient)
-    export_hf(optimizer.wrapped.module, read_model(model_path), mesh, folder)
+    export_trained(optimizer.wrapped.module, read_model(model_path), mesh, folder)
     for parameter, weight in weights.items():
         parameter.data.copy_(weight)
+
+
+def export_trained(model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, folder: Path) -> None:
+    """The model, or its adapters where these alone are trained."""
+    export = export_hf if attached_lora(model) is None else export_adapter
+    export(model, spec, mesh, folder)
 
 
 def main() -> None:
@@ -200,10 +210,11 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
         if isinstance(trainer.critic, CriticWorker):
             roles["critic"] = trainer.critic.engine
         for role, engine in roles.items():
+            fill_adapters(engine.optimizer.wrapped.module, read_model(model_path), mesh)
             _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
         trainer.fit()
     for role, engine in roles.items():
-        export_hf(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
+        export_trained(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
     trainer.collector.reward.close()  # type: ignore[union-attr]
     # The default group stays: torchrun's store does not take a second one with the same names.
     parallel_state.destroy_model_parallel()

@@ -1,0 +1,52 @@
+"""Rules about low-rank adapters."""
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.lora import ALL_LINEAR, LoraConfig
+from megappo.config.model_folder import ModelFolderError, read_model_facts
+from megappo.config.problem import Problem, Severity, typed
+
+
+def lora_problems(config: ExperimentConfig) -> list[Problem]:
+    """Every error and warning about `model.lora` and `critic.lora`."""
+    problems = []
+    for path, lora in (("model.lora", config.model.lora), ("critic.lora", config.critic.lora)):
+        problems += _role_problems(config, path, lora) if lora.is_used else _unused_problems(path, lora)
+    return problems
+
+
+def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> list[Problem]:
+    problems = []
+    if path == "critic.lora" and not (config.trainer.kind == "ppo" and config.needs_critic):
+        reason = "does nothing, for this run has no critic"
+        problems.append(Problem(f"{path}.rank", typed(lora.rank), reason, "leave it out", Severity.WARNING))
+    if lora.dropout > 0 and config.layout.tp > 1:
+        reason = (
+            f"ranks that share a layer would have to leave out the same inputs, and layout.tp is {config.layout.tp}"
+        )
+        problems.append(Problem(f"{path}.dropout", typed(lora.dropout), reason, "set it to 0, or layout.tp to 1"))
+    if config.model.layers == "te":
+        reason = f"Transformer Engine fuses norms into the layers that {path} adapts"
+        problems.append(Problem("model.layers", '"te"', reason, "set it to torch or auto (then torch), or rank to 0"))
+    folder = config.model.path if path == "model.lora" else config.critic.path or config.model.path
+    if ALL_LINEAR in lora.target_modules and _has_experts(folder):
+        reason = f"{folder} has experts, which adapters are not made for"
+        remedy = "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
+        problems.append(Problem(f"{path}.target_modules", typed(list(lora.target_modules)), reason, remedy))
+    return problems
+
+
+def _unused_problems(path: str, lora: LoraConfig) -> list[Problem]:
+    changed = sorted(lora.model_fields_set - {"rank"})
+    if not changed:
+        return []
+    name = f"{path}.{changed[0]}"
+    reason = f"does nothing, for {path}.rank is 0"
+    value = typed(getattr(lora, changed[0]))
+    return [Problem(name, value, reason, "set the rank, for example 16, or leave it out", Severity.WARNING)]
+
+
+def _has_experts(folder: str) -> bool:
+    try:
+        return read_model_facts(folder).num_experts is not None
+    except ModelFolderError:
+        return False  # the layout's rules say so

@@ -1,0 +1,171 @@
+"""Which projections get an adapter, and how its parameters are made of PEFT's tensors. Imports no torch.
+
+A linear layer of Megatron may be several projections of Hugging Face, its rows in blocks that are cut over TP ranks.
+Its adapter has one A for each projection, and one B for each block, whose rows are the block's: so B is cut as the
+weight is, and each row of B meets the A of its own projection. The adapter of `….linear_qkv` is a module
+`….linear_qkv_lora` beside it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from megappo.config.lora import ALL_LINEAR, LoraConfig
+from megappo.errors import ConfigError
+from megappo.models.weight_map import Block, Head, Rule, Segment, Shape, WeightMap
+
+SUFFIX = "_lora"
+"""Ends the name of an adapter, which stands beside its linear layer."""
+PEFT_PREFIX = "base_model.model."
+"""Begins PEFT's tensor names."""
+_WEIGHT = ".weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True)
+class AdapterTarget:
+    """A linear layer with the projections of it that are adapted.
+
+    `linear`: its global Megatron name. `rule`: that of its weight. `projections`: paths of Hugging Face modules, in the
+    order of the weight's rows. `in_size`: its columns, over all TP ranks.
+    """
+
+    linear: str
+    rule: Rule
+    projections: tuple[str, ...]
+    in_size: int
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether the columns are cut over TP ranks, rather than the rows."""
+        return self.rule.axis == 1
+
+
+def adapter_targets(weight_map: WeightMap, patterns: Sequence[str]) -> tuple[AdapterTarget, ...]:
+    """The layers of which `patterns` name a projection. ConfigError where one names nothing, experts, or other
+    projections in one layer than in another."""
+    candidates = _candidates(weight_map)
+    names = {name: rule for rule in candidates for name in _modules(rule)}
+    chosen = set()
+    for pattern in patterns:
+        matched = {name for name in names if _matches(name, pattern)}
+        if not matched:
+            possible = ", ".join(sorted({_last(name) for name in names}))
+            raise ConfigError(f"model.lora.target_modules: {pattern!r} names no projection; there are {possible}")
+        chosen |= matched
+    _refuse_experts(chosen, names)
+    _refuse_uneven(chosen, names)
+    targets = []
+    for rule in candidates:
+        projections = tuple(name for name in _modules(rule) if name in chosen)
+        if projections:
+            in_size = weight_map.tensors[projections[0] + _WEIGHT][1]
+            targets.append(AdapterTarget(rule.names[0].removesuffix(_WEIGHT), rule, projections, in_size))
+    return tuple(targets)
+
+
+def adapter_map(weight_map: WeightMap, targets: Sequence[AdapterTarget], lora: LoraConfig, head: Head) -> WeightMap:
+    """The rules of all adapter parameters, and of a value head, which is trained beside them: sources are the names in
+    PEFT's adapter_model.safetensors."""
+    tensors: dict[str, Shape] = {}
+    rules: list[Rule] = []
+    for target in targets:
+        prefix = f"{target.linear}{SUFFIX}."
+        for name in target.projections:
+            rows = weight_map.tensors[name + _WEIGHT][0]
+            peft = PEFT_PREFIX + name
+            tensors[f"{peft}.lora_A.weight"] = (lora.rank, target.in_size)
+            tensors[f"{peft}.lora_B.weight"] = (rows, lora.rank)
+            if lora.type == "dora":
+                tensors[f"{peft}.lora_magnitude_vector"] = (rows,)
+            axis, length = (1, target.in_size) if target.is_row_parallel else (None, lora.rank)
+            columns = (Segment(f"{peft}.lora_A.weight", 0, length),)
+            rules.append(Rule((f"{prefix}lora_A.{_last(name)}",), axis, (columns,)))
+        for number, block in enumerate(row_blocks(weight_map, target)):
+            axis = None if target.is_row_parallel else 0
+            kinds = {"lora_B": ".lora_B.weight"} | (
+                {"magnitude": ".lora_magnitude_vector"} if lora.type == "dora" else {}
+            )
+            for kind, ending in kinds.items():
+                renamed = tuple(_renamed(segment, target.projections, ending) for segment in block)
+                rules.append(Rule((f"{prefix}{kind}.{number}",), axis, (renamed,)))
+    if head == "value":
+        rule = next(rule for rule in weight_map.rules if rule.names == ("output_layer.weight",))
+        (source,) = rule.sources
+        tensors[PEFT_PREFIX + source] = weight_map.tensors[source]
+        rules.append(Rule(rule.names, None, ((Segment(PEFT_PREFIX + source, 0, 1),),)))
+    return WeightMap(tensors, tuple(rules))
+
+
+def row_blocks(weight_map: WeightMap, target: AdapterTarget) -> tuple[Block, ...]:
+    """The rows of the linear layer, over all TP ranks, in blocks that are each cut over the ranks."""
+    if not target.is_row_parallel:
+        return target.rule.blocks
+    source = target.rule.sources[0]
+    return ((Segment(source, 0, weight_map.tensors[source][0]),),)
+
+
+def projection_of(segment: Segment) -> str | None:
+    """The path of the module that the rows belong to."""
+    return None if segment.source is None else segment.source.removesuffix(_WEIGHT)
+
+
+def short_names(targets: Sequence[AdapterTarget]) -> list[str]:
+    """The last parts of the adapted modules' paths, as PEFT's `target_modules` takes them."""
+    return sorted({_last(name) for target in targets for name in target.projections})
+
+
+def _candidates(weight_map: WeightMap) -> list[Rule]:
+    """The rules of linear layers."""
+    return [
+        rule
+        for rule in weight_map.rules
+        if rule.axis is not None
+        and not rule.is_vocabulary
+        and all(name.endswith("_proj.weight") for name in rule.sources)
+    ]
+
+
+def _modules(rule: Rule) -> tuple[str, ...]:
+    return tuple(source.removesuffix(_WEIGHT) for source in rule.sources)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return pattern == ALL_LINEAR or fnmatch(name, pattern) or fnmatch(_last(name), pattern)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _renamed(segment: Segment, projections: Sequence[str], ending: str) -> Segment:
+    """The rows of a projection that has no adapter are padding: they are never used."""
+    name = projection_of(segment)
+    source = f"{PEFT_PREFIX}{name}{ending}" if name in projections else None
+    return Segment(source, segment.start if source else 0, segment.length)
+
+
+def _refuse_experts(chosen: set[str], names: dict[str, Rule]) -> None:
+    experts = sorted(name for name in chosen if names[name].experts is not None or "expert" in name)
+    if experts:
+        raise ConfigError(
+            f"model.lora.target_modules: they name {experts[0]}, of an expert, which adapters are not made for; "
+            "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
+        )
+
+
+def _refuse_uneven(chosen: set[str], names: Iterable[str]) -> None:
+    by_layer: dict[str, set[str]] = {}
+    for name in names:
+        found = _LAYER.fullmatch(name)
+        assert found is not None, f"{name} is in no layer"
+        in_layer = by_layer.setdefault(found[1], set())
+        if name in chosen:
+            in_layer.add(found[2])
+    first = next(iter(by_layer.values()))
+    if any(names != first for names in by_layer.values()):
+        raise ConfigError(
+            "model.lora.target_modules: they name other projections in one layer than in another; name them as q_proj "
+            "or *.self_attn.*, without a layer's number"
+        )

@@ -1,0 +1,87 @@
+"""This rank's adapters → a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+The whole model with the adapters in it is written by `export_hf.py`.
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megappo.config.lora import LoraConfig
+from megappo.models.adapter_map import AdapterTarget, adapter_map, adapter_targets, short_names
+from megappo.models.architecture import ModelSpec
+from megappo.models.attach_lora import Merge, attached_lora
+from megappo.models.export_hf import agreed_head, assembled, gathered, prepare_folder
+from megappo.models.hf_folder import copy_companions
+from megappo.models.stage_parameters import stage_parameters
+from megappo.models.weight_map import Head
+from megappo.parallel.collectives import gather_objects
+from megappo.parallel.mesh import Mesh
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+@torch.no_grad()
+def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: str | Path) -> None:
+    """Writes the adapters of `model`, a bare stage, to `out_folder`, with the tokenizer; a value head is among them.
+
+    Every rank of the mesh calls it. The folder appears only when complete. Raises DataError, on every rank, where it
+    exists and is not empty.
+    """
+    lora = attached_lora(model)
+    assert lora is not None, "the model has no adapters"
+    out = Path(out_folder)
+    partial = out.with_name(f".{out.name}.partial")
+    prepare_folder(out, partial, mesh)
+    head = agreed_head(model, mesh)
+    base = spec.family.weight_map(spec.shape, head)
+    targets = adapter_targets(base, lora.target_modules)
+    weight_map = adapter_map(base, targets, lora, head)
+    merge = Merge(model)
+    mine: dict[str, Tensor] = {}
+    for parameter in stage_parameters(model, weight_map, is_partial=True):
+        shards = gathered(parameter, mesh, merge)
+        if shards:
+            mine |= {name: tensor.clone() for name, tensor in assembled(parameter.rule, shards, weight_map)}
+    # Adapters are small: the writer takes them all.
+    parts = gather_objects(mine, mesh.world_group)
+    if mesh.is_writer:
+        tensors = {name: tensor for part in parts for name, tensor in part.items()}
+        assert set(tensors) == set(weight_map.tensors), "an export writes every tensor of the adapters, once"
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        copy_companions(spec.folder, partial)
+        (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base
+        (partial / CONFIG).write_text(json.dumps(peft_config(spec, lora, targets, head), indent=2) + "\n")
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    if mesh.world_size > 1:
+        dist.barrier()
+
+
+def peft_config(spec: ModelSpec, lora: LoraConfig, targets: tuple[AdapterTarget, ...], head: Head) -> dict[str, Any]:
+    """adapter_config.json, as `peft.LoraConfig` reads it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        "base_model_name_or_path": str(spec.folder),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": short_names(targets),
+        "modules_to_save": ["score"] if head == "value" else None,
+        "use_dora": lora.type == "dora",
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

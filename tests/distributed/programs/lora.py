@@ -1,0 +1,145 @@
+"""A run with adapters, looked at from inside: what the first forward computes, what switches leave, what memory holds.
+
+Writes to `--folder`: `adapter` and `merged` (the exports of random adapters), and log-probs of random tokens.
+"""
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
+import argparse
+import hashlib
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megappo.config.load import load_experiment
+from megappo.engines.optimizer import Optimizer
+from megappo.engines.rollout import GenerationRequest, SamplingParams
+from megappo.models.attach_lora import Merge
+from megappo.models.export_adapter import export_adapter
+from megappo.models.export_hf import export_hf
+from megappo.models.lora import adapters, adapters_off
+from megappo.models.stage_parameters import stage_parameters
+from megappo.parallel.mesh import start_mesh, stop_mesh
+from megappo.trainer.build import build_ppo
+from megappo.trainer.collect import Collector
+from megappo.trainer.ppo import PPOTrainer
+from megappo.workers.reference import ReferenceWorker
+from tests.support.adapters import fill_adapters
+
+NUM_SWITCHES = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--overrides", nargs="*", default=[])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(exist_ok=True)
+    config = load_experiment(arguments.config, [*arguments.overrides, f"trainer.run_dir={arguments.folder / 'run'}"])
+    mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
+    trainer = build_ppo(config, mesh)
+    model, spec = trainer.actor.engine.optimizer.wrapped.module, trainer.loop._parts.spec
+    result: dict[str, Any] = {"bytes": held_bytes(trainer)}
+    if config.model.lora.is_used and mesh.tp == 1:
+        tokens = torch.randint(4, 99, (2, 20), generator=torch.Generator().manual_seed(0))
+        with adapters_off(model):
+            base = forward(model, tokens)
+        result["equal_at_start"] = torch.equal(base, forward(model, tokens))
+        fill_adapters(model, spec, mesh)
+        result["change"] = float((forward(model, tokens) - base).abs().max())
+        with adapters_off(model):
+            result["equal_when_off"] = torch.equal(base, forward(model, tokens))
+        result["merged_difference"] = merged_difference(model, spec, tokens)
+        save_file({"tokens": tokens, "log_probs": forward(model, tokens)}, arguments.folder / "forward.safetensors")
+        export_adapter(model, spec, mesh, arguments.folder / "adapter")
+        export_hf(model, spec, mesh, arguments.folder / "merged")
+    if config.model.lora.is_used:
+        before = fingerprint(model)
+        result["probes"] = turns(trainer, model, spec, mesh)
+        result["base_is_unchanged"] = fingerprint(model) == before
+    trainer.collector.reward.close()  # type: ignore[union-attr]
+    if mesh.is_writer:
+        arguments.out.write_text(json.dumps(result))
+    stop_mesh()
+
+
+@torch.no_grad()
+def forward(model: GPTModel, tokens: Tensor) -> Tensor:
+    """[b, s, vocabulary] log-probs."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None).float().log_softmax(-1)
+
+
+def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
+    """Largest difference of log-probs between adapters beside the weights and merged into them, in a copy."""
+    unmerged = forward(model, tokens)
+    merge = Merge(model)
+    items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
+    kept = [item.parameter.detach().clone() for item in items]
+    merged = [merge(item) for item in items]
+    for item, weight in zip(items, merged, strict=True):
+        item.parameter.data.copy_(weight)
+    with adapters_off(model):
+        difference = float((forward(model, tokens) - unmerged).abs().max())
+    for item, weight in zip(items, kept, strict=True):
+        item.parameter.data.copy_(weight)
+    return difference
+
+
+def fingerprint(model: GPTModel) -> str:
+    """Of the bits of every frozen parameter."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def turns(trainer: PPOTrainer, model: GPTModel, spec: Any, mesh: Any) -> list[float]:
+    """Switches back and forth, adapters changing in between; the probe's differences of the first and last."""
+    collector = trainer.collector
+    assert isinstance(collector, Collector)
+    switch, engine = collector.switch, collector.rollout.engine
+    found = []
+    for turn in range(NUM_SWITCHES):
+        if turn in (0, NUM_SWITCHES - 1):
+            switch._is_first = True
+            found.append(switch.to_rollout(1 + turn)["hybrid/probe_diff_max"])
+        else:
+            engine.sync_weights()
+        engine.generate([GenerationRequest((5, 6, 7), turn)], SamplingParams(max_tokens=1))
+        switch.to_training()
+        fill_adapters(model, spec, mesh, seed=turn, size=0.02)
+    return found
+
+
+def held_bytes(trainer: PPOTrainer) -> dict[str, int]:
+    """Bytes of the actor's gradients and optimizer state, and of a reference of its own."""
+    optimizer: Optimizer = trainer.actor.engine.optimizer
+    optimizer._create_state()
+    inner = [part.optimizer for part in getattr(optimizer._optimizer, "chained_optimizers", [optimizer._optimizer])]
+    state = sum(
+        value.nbytes for one in inner for values in one.state.values() for key, value in values.items() if key != "step"
+    )
+    wrapped = optimizer.wrapped
+    buffers = wrapped.buffers + wrapped.expert_parallel_buffers
+    reference = trainer.reference
+    assert isinstance(reference, ReferenceWorker)
+    is_own = not any(True for _ in adapters(reference.engine.model))
+    return {
+        "optimizer": state,
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "reference": sum(parameter.nbytes for parameter in reference.engine.model.parameters()) if is_own else 0,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Low-rank adapters: every layout makes the one-rank steps; what they cost, what switches leave, PEFT's own numbers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.parity import Runs, largest_difference, read_folder, run_layouts, write_experiment
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+GRADIENT_LIMIT = 1e-5
+LOSS_LIMIT = 1e-5
+LORA = "model.lora.rank=3,critic.lora.rank=3"
+DORA = f"{LORA},model.lora.type=dora,critic.lora.type=dora"
+ONE_RANK = {"one": LORA, "one-dora": DORA, "one-full": ""}
+TWO_RANKS = {
+    "tp2": f"{LORA},layout.tp=2",
+    "tp2-sp": f"{LORA},layout.tp=2,layout.sequence_parallel=true",
+    "pp2": f"{LORA},layout.pp=2",
+    "dp2": LORA,
+    "tp2-dora": f"{DORA},layout.tp=2",
+    "tp2-sp-dora": f"{DORA},layout.tp=2,layout.sequence_parallel=true",
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("lora")
+    # One KV head on two ranks: a rank's share of the fused rows ends inside a head. Biases: DoRA leaves them out.
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2", num_kv_heads=1, tied=True))
+    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2", num_kv_heads=1, tied=True, value_head=True, seed=1))
+    config = write_experiment(folder, actor, critic)
+    metrics = run_layouts(folder, config, 1, ONE_RANK) | run_layouts(folder, config, 2, TWO_RANKS)
+    return Runs(folder, {"actor": actor, "critic": critic}, metrics)
+
+
+def one_rank(name: str) -> str:
+    return "one-dora" if name.endswith("dora") else "one"
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_gradients_before_the_first_step_equal_one_rank(runs: Runs, name: str, role: str) -> None:
+    ours, one = (runs.folder / run / f"{role}-gradients" for run in (name, one_rank(name)))
+    worst = largest_difference(ours, one)
+    assert worst.relative <= GRADIENT_LIMIT, worst
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_losses_and_gradient_norms_of_all_steps_equal_one_rank(runs: Runs, name: str) -> None:
+    for ours, one in zip(runs.metrics[name], runs.metrics[one_rank(name)], strict=True):
+        for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss"):
+            assert abs(ours[key] - one[key]) <= LOSS_LIMIT * max(abs(one[key]), 1), key
+        for key in ("actor/grad_norm", "critic/grad_norm"):
+            assert abs(ours[key] - one[key]) <= 1e-4 * one[key], key
+
+
+def test_every_adapter_has_a_gradient_and_so_has_the_value_head(runs: Runs) -> None:
+    for run, per_projection in (("one", 2), ("one-dora", 3)):
+        actor = read_folder(runs.folder / run / "actor-gradients")
+        critic = read_folder(runs.folder / run / "critic-gradients")
+        assert len(actor) == 2 * 7 * per_projection
+        assert critic.keys() == actor.keys() | {"base_model.model.score.weight"}
+        assert all(float(tensor.norm()) > 0 for tensor in [*actor.values(), *critic.values()])
+
+
+def test_the_reference_is_the_actor_without_its_adapters(runs: Runs) -> None:
+    """Its KL is that of random adapters to the start, not 0 as it would be to itself."""
+    first = runs.metrics["one"][0]
+    assert abs(first["kl/mean"]) > 1e-3
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the program found, and where it wrote."""
+
+    base: Path
+    folder: Path
+    results: dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Inside:
+    folder = tmp_path_factory.mktemp("inside")
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2", num_kv_heads=1, tied=True))
+    config = write_experiment(folder, actor, actor)
+    small = ["algorithm.adv_estimator=grpo", "model.lora.rank=3"]
+    runs: dict[str, tuple[int, list[str]]] = {
+        "lora": (1, small),
+        "dora": (1, [*small, "model.lora.type=dora"]),
+        "full": (1, [small[0]]),
+        # A layout of its own for generation, which gets merged copies.
+        "own-layout": (2, [*small, "layout.tp=2", "rollout.tensor_model_parallel_size=1", "model.lora.type=dora"]),
+    }
+    results = {
+        name: run_ranks(
+            "tests.distributed.programs.lora", "--config", config, "--folder", folder / name, "--overrides", *words,
+            nproc=nproc,
+        )
+        for name, (nproc, words) in runs.items()
+    }  # fmt: skip
+    return Inside(actor, folder, results)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_new_adapters_and_such_that_are_off_change_no_bit(inside: Inside, name: str) -> None:
+    result = inside.results[name]
+    assert result["equal_at_start"] and result["equal_when_off"]
+    assert result["change"] > 0.1, "random adapters do change the output"
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_merged_weights_compute_what_adapters_beside_them_do(inside: Inside, name: str) -> None:
+    assert inside.results[name]["merged_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "own-layout"])
+def test_a_hundred_switches_leave_the_frozen_weights_and_the_engine_right(inside: Inside, name: str) -> None:
+    assert inside.results[name]["base_is_unchanged"]
+    assert len(inside.results[name]["probes"]) == 2 and max(inside.results[name]["probes"]) <= 1e-5
+
+
+def test_adapters_take_at_most_half_of_what_full_training_takes(inside: Inside) -> None:
+    """Optimizer, gradients and reference; of rank 3 on a hidden size of 32, which is much."""
+    lora, full = (inside.results[name]["bytes"] for name in ("lora", "full"))
+    ratio = sum(lora.values()) / sum(full.values())
+    print(f"\nadapters {lora}, full training {full}: ratio {ratio:.3f}")
+    assert lora["reference"] == 0 and full["reference"] > 0
+    assert ratio <= 0.5
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_the_merged_export_is_the_documented_product_of_the_adapter_file(inside: Inside, name: str) -> None:
+    """W + alpha / rank · B · A in float64, for DoRA with rows of the given lengths."""
+    base = load_file(inside.base / "model.safetensors")
+    merged = load_file(inside.folder / name / "merged" / "model.safetensors")
+    adapter = load_file(inside.folder / name / "adapter" / "adapter_model.safetensors")
+    assert sum(name.endswith("lora_A.weight") for name in adapter) == 2 * 7
+    for tensor, weight in base.items():
+        prefix = f"base_model.model.{tensor.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" not in adapter:
+            assert torch.equal(merged[tensor], weight), tensor
+            continue
+        a, b = (adapter[f"{prefix}.lora_{matrix}.weight"].double() for matrix in "AB")
+        expected = weight.double() + 16 / 3 * b @ a
+        if name == "dora":
+            lengths = adapter[f"{prefix}.lora_magnitude_vector"].double()
+            expected *= (lengths / expected.norm(dim=1))[:, None]
+        assert float((merged[tensor] - expected).abs().max()) <= 1e-6, tensor
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_peft_computes_the_same_log_probs(inside: Inside, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    ours = load_file(inside.folder / name / "forward.safetensors")
+    base = transformers.AutoModelForCausalLM.from_pretrained(inside.base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, inside.folder / name / "adapter")
+    with torch.no_grad():
+        theirs = model(ours["tokens"]).logits.log_softmax(-1)
+    assert float((ours["log_probs"][..., : theirs.shape[-1]] - theirs).abs().max()) <= 1e-5

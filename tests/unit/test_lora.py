@@ -1,0 +1,93 @@
+"""Adapters without ranks: which projections patterns name, how the rows of B are cut, what settings are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config.checks import check_experiment
+from megappo.config.load import load_experiment
+from megappo.config.lora import LoraConfig
+from megappo.config.problem import Severity
+from megappo.errors import ConfigError
+from megappo.models.adapter_map import adapter_map, adapter_targets, short_names
+from megappo.models.families import FAMILIES
+from megappo.models.weight_map import Segment, WeightMap
+from tests.support.experiments import write_experiment
+
+DENSE = {
+    "model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 64, "max_position_embeddings": 32, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
+}  # fmt: skip
+MOE = DENSE | {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def weight_map(config: dict[str, object]) -> WeightMap:
+    family = FAMILIES[str(config["model_type"])]
+    return family.weight_map(family.shape(config), "lm")
+
+
+def test_patterns_name_projections_by_their_last_part_or_by_their_path() -> None:
+    dense = weight_map(DENSE)
+    assert short_names(adapter_targets(dense, ["all-linear"])) == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"
+    ]  # fmt: skip
+    assert short_names(adapter_targets(dense, ["q_proj", "*.mlp.up_*"])) == ["q_proj", "up_proj"]
+    targets = adapter_targets(weight_map(MOE), ["*.self_attn.*"])
+    assert short_names(targets) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert [target.linear for target in targets[:2]] == [
+        "decoder.layers.0.self_attention.linear_qkv", "decoder.layers.0.self_attention.linear_proj"
+    ]  # fmt: skip
+
+
+def test_rows_of_b_are_cut_as_the_weights_and_rows_without_an_adapter_are_padding() -> None:
+    """Two KV heads of 2 queries, 2 rows a head: a rank of 2 has 4 rows of q, 2 of k, 2 of v."""
+    dense, lora = weight_map(DENSE), LoraConfig(rank=3, target_modules=("q_proj", "v_proj"), type="dora")
+    rules = adapter_map(dense, adapter_targets(dense, lora.target_modules), lora, "lm").by_parameter()
+    prefix, peft = "decoder.layers.1.self_attention.linear_qkv_lora.", "base_model.model.model.layers.1.self_attn."
+    assert rules[f"{prefix}lora_B.0"].shard(2, 1) == (
+        Segment(f"{peft}q_proj.lora_B.weight", 4, 4), Segment(None, 0, 2), Segment(f"{peft}v_proj.lora_B.weight", 2, 2)
+    )  # fmt: skip
+    assert rules[f"{prefix}magnitude.0"].shard(1, 0)[0] == Segment(f"{peft}q_proj.lora_magnitude_vector", 0, 4)
+    assert f"{prefix}lora_A.k_proj" not in rules
+
+
+@pytest.mark.parametrize(
+    ("config", "pattern", "message"),
+    [
+        (DENSE, "lm_head", "'lm_head' names no projection; there are down_proj, gate_proj, k_proj"),
+        (DENSE, "model.layers.0.*", "other projections in one layer than in another; name them as q_proj"),
+        (MOE, "up_proj", "of an expert, which adapters are not made for; name projections of the attention"),
+    ],
+)
+def test_what_patterns_may_not_name(config: dict[str, object], pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        adapter_targets(weight_map(config), [pattern])
+    assert str(raised.value).startswith("model.lora.target_modules: ") and message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "severity", "path"),
+    [
+        (["model.lora.rank=4", "model.lora.dropout=0.1", "layout.tp=2"], Severity.ERROR, "model.lora.dropout"),
+        (["critic.lora.rank=4", "model.layers=te"], Severity.ERROR, "model.layers"),
+        (["model.lora.alpha=32"], Severity.WARNING, "model.lora.alpha"),
+        (["critic.lora.rank=4", "algorithm.adv_estimator=grpo", "rollout.n=2"], Severity.WARNING, "critic.lora.rank"),
+    ],
+)
+def test_settings_that_cannot_be_or_do_nothing(
+    tmp_path: Path, overrides: list[str], severity: Severity, path: str
+) -> None:
+    problems = check_experiment(load_experiment(write_experiment(tmp_path), overrides))
+    assert [problem.severity for problem in problems if problem.path == path] == [severity]
+
+
+def test_all_projections_of_a_model_with_experts_are_refused(tmp_path: Path) -> None:
+    file = write_experiment(tmp_path, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8)
+    problems = check_experiment(load_experiment(file, ["model.lora.rank=4"]))
+    assert [problem.remedy for problem in problems if problem.path == "model.lora.target_modules"] == [
+        "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
+    ]
