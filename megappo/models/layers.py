@@ -1,8 +1,8 @@
 """Torch layers for Megatron's layer spec where Transformer Engine is missing: RMSNorm and core attention.
 
 Megatron's own local layers refuse sequence parallelism, packed sequences and context parallelism; these two allow them.
-Which layers a model gets is decided in `spec.py`. The attention's masks for packed sequences are dense, O(tokens²): for
-long packed batches use Transformer Engine.
+Which layers a model gets is decided in `spec.py`. Of packed sequences the attention takes one after another, without a
+mask: many short ones are faster with Transformer Engine.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -70,13 +70,11 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
-        is_packed = packed_seq_params is not None and query.dim() == 3
-        if is_packed:
-            query, key, value = query[:, None], key[:, None], value[:, None]
+        if packed_seq_params is not None and query.dim() == 3:
+            return self._packed(query, key, value, packed_seq_params)
         if self.cp_group.size() > 1:
-            assert not is_packed, "packed sequences under context parallelism need layers: te"
             key, value = self._whole_sequence(key), self._whole_sequence(value)
-        mask = self._visible(query, key, attention_mask, attn_mask_type, packed_seq_params if is_packed else None)
+        mask = self._visible(query, key, attention_mask, attn_mask_type)
         is_square = query.size(0) == key.size(0)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = functional.scaled_dot_product_attention(
@@ -91,21 +89,38 @@ class CoreAttention(nn.Module):
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
+        """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, 1, …]`.
+
+        One call a sequence: nothing of the size tokens² exists, and no sequence's result depends on another's values.
+        """
+        assert self.cp_group.size() == 1, "packed sequences under context parallelism need layers: te"
+        lengths = packing.cu_seqlens_q.diff().tolist()
+        heads = (tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (query, key, value))
+        contexts = [
+            functional.scaled_dot_product_attention(
+                own_query,
+                own_key,
+                own_value,
+                is_causal=True,
+                dropout_p=self.dropout if self.training else 0.0,
+                scale=self.softmax_scale,
+                enable_gqa=key.size(1) != query.size(1),
+            )
+            for own_query, own_key, own_value in zip(*heads, strict=True)
+        ]
+        return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
+
     def _visible(
         self,
         query: Tensor,
         key: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None,
-        packed: PackedSeqParams | None,
     ) -> Tensor | None:
         """[queries, keys] bool, True where a query sees a key; None is the plain causal mask, or no mask at all."""
         if self.cp_group.size() > 1:
             return self._query_positions(query)[:, None] >= torch.arange(key.size(0), device=key.device)[None]
-        if packed is not None:
-            position = torch.arange(query.size(0), device=query.device)
-            sequence = torch.bucketize(position, packed.cu_seqlens_q[1:].to(position), right=True)
-            return (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
         if attention_mask is not None:
             return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         if query.size(0) == key.size(0) or attn_mask_type is AttnMaskType.no_mask:
