@@ -101,11 +101,14 @@ def token_metrics(
     """`global_seqlen/…`: tokens of the step on the ranks with the fewest and the most, before and after."""
     sums = [sum(tokens[position] for position in positions) for positions in before]
     balanced = [sum(tokens[position] for position in positions) for positions in after]
-    values = {
-        "min": min(sums), "max": max(sums), "minmax_diff": max(sums) - min(sums), "mean": sum(sums) / len(sums),
-        "balanced_min": min(balanced), "balanced_max": max(balanced),
-    }  # fmt: skip
-    return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
+    return {
+        "global_seqlen/min": float(min(sums)),
+        "global_seqlen/max": float(max(sums)),
+        "global_seqlen/minmax_diff": float(max(sums) - min(sums)),
+        "global_seqlen/mean": sum(sums) / len(sums),
+        "global_seqlen/balanced_min": float(min(balanced)),
+        "global_seqlen/balanced_max": float(max(balanced)),
+    }
 
 
 def exchanged(batch: ExperienceBatch, exchange: RowExchange) -> ExperienceBatch:
