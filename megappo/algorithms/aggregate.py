@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.algorithms.masked import SumOverRanks, keep
+from megappo.algorithms.masked import OverSequence, SumOverRanks, keep, over_rows
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,18 @@ class Denominators:
 
 
 def aggregate(
-    per_token: Tensor, mask: Tensor, mode: str, denominators: Denominators, scale_length: int | None = None
+    per_token: Tensor,
+    mask: Tensor,
+    mode: str,
+    denominators: Denominators,
+    scale_length: int | None = None,
+    over_sequence: OverSequence = over_rows,
 ) -> Tensor:
     """This micro-batch's share of the global mean of `per_token` [B, T] over `mask` [B, T]; a float32 scalar.
 
     The sum of the shares over all micro-batches and data-parallel ranks *is* the mean of the minibatch; nothing is
     left to divide (take back what a schedule or DDP divides on its own). `denominators` are those of the minibatch on
-    all ranks.
+    all ranks. `over_sequence` tells which tokens of a row are one sequence where several share it.
 
     - `token-mean`: Σ over tokens / tokens.
     - `seq-mean-token-sum`: Σ over sequences of their token sum / sequences.
@@ -54,32 +59,28 @@ def aggregate(
     A minibatch without any response token gives 0, with a graph to go backward through.
     """
     assert mode in _MODES, f"{mode!r} is no aggregation mode: {', '.join(_MODES)}"
-    return _MODES[mode](keep(mask, per_token.float()), mask, denominators, scale_length)
+    kept = keep(mask, per_token.float())
+    if mode == "seq-mean-token-mean":
+        kept = kept / over_sequence(mask.float()).clamp(min=1)
+    return _MODES[mode](kept, denominators, scale_length)
 
 
-def _token_mean(kept: Tensor, mask: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
+def _token_mean(kept: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
     return kept.sum() / max(denominators.tokens, 1)
 
 
-def _seq_mean_token_sum(kept: Tensor, mask: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
+def _seq_mean_token_sum(kept: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
     return kept.sum() / max(denominators.sequences, 1)
 
 
-def _seq_mean_token_mean(kept: Tensor, mask: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
-    lengths = mask.sum(dim=-1).clamp(min=1)
-    return (kept.sum(dim=-1) / lengths).sum() / max(denominators.sequences, 1)
-
-
-def _seq_mean_token_sum_norm(
-    kept: Tensor, mask: Tensor, denominators: Denominators, scale_length: int | None
-) -> Tensor:
+def _seq_mean_token_sum_norm(kept: Tensor, denominators: Denominators, scale_length: int | None) -> Tensor:
     assert scale_length, "seq-mean-token-sum-norm needs a constant length to divide by"
-    return _seq_mean_token_sum(kept, mask, denominators, scale_length) / scale_length
+    return _seq_mean_token_sum(kept, denominators, scale_length) / scale_length
 
 
-_MODES: dict[str, Callable[[Tensor, Tensor, Denominators, int | None], Tensor]] = {
+_MODES: dict[str, Callable[[Tensor, Denominators, int | None], Tensor]] = {
     "token-mean": _token_mean,
     "seq-mean-token-sum": _seq_mean_token_sum,
-    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-mean": _seq_mean_token_sum,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.algorithms.masked import keep
+from megappo.algorithms.masked import OverSequence, keep, over_rows
 
 LOG_RATIO_LIMIT = 20.0
 
@@ -37,7 +37,12 @@ class PolicyLossTerms:
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: ClipRange,
+    over_sequence: OverSequence = over_rows,
 ) -> PolicyLossTerms:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), two-sided clip range, dual clip (arXiv 1912.09729, eq. 5).
 
@@ -56,7 +61,12 @@ def policy_loss(
 
 
 def gspo_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: ClipRange,
+    over_sequence: OverSequence = over_rows,
 ) -> PolicyLossTerms:
     """Group sequence policy optimization (arXiv 2507.18071, eq. 14): PPO's clip on the sequence's ratio.
 
@@ -65,8 +75,8 @@ def gspo_loss(
     """
     log_ratio, advantages = _log_ratio(log_probs, old_log_probs, advantages, mask)
     difference = keep(mask, log_probs.float()) - keep(mask, old_log_probs.detach().float())
-    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean = torch.clamp(difference.detach().sum(dim=-1, keepdim=True) / lengths, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    lengths = over_sequence(mask.float()).clamp(min=1)
+    mean = torch.clamp(over_sequence(difference.detach()) / lengths, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = torch.exp(mean + (difference - difference.detach()))
     unclipped = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1.0 - clip.low, 1.0 + clip.high)
@@ -75,7 +85,12 @@ def gspo_loss(
 
 
 def cispo_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip: ClipRange,
+    over_sequence: OverSequence = over_rows,
 ) -> PolicyLossTerms:
     """Clipped importance sampling weights (MiniMax-M1, arXiv 2506.13585, eq. 4): −stopgrad(clip(ρ)) · A · log π.
 
@@ -88,7 +103,7 @@ def cispo_loss(
     return _terms(per_token, ratio, log_ratio, mask, weight != ratio, torch.zeros_like(mask))
 
 
-PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, ClipRange], PolicyLossTerms]
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, ClipRange, OverSequence], PolicyLossTerms]
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
 """`actor.policy_loss.loss_mode` → the function that computes it."""

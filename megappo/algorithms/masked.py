@@ -24,6 +24,15 @@ def keep(mask: Tensor, tensor: Tensor) -> Tensor:
     return torch.where(mask, tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
 
 
+OverSequence = Callable[[Tensor], Tensor]
+"""From one number a token (0 where it does not count) to the sum over its sequence, at each of its tokens."""
+
+
+def over_rows(view: Tensor) -> Tensor:
+    """The OverSequence of [B, T], where a row is a sequence."""
+    return view.sum(dim=-1, keepdim=True).expand_as(view)
+
+
 @dataclass(frozen=True)
 class Moments:
     """Mean and unbiased variance of the selected elements of all ranks; NaN where there are too few for them."""

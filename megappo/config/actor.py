@@ -34,10 +34,18 @@ class ActorConfig(Section):
     offload: OffloadConfig = OffloadConfig()
     ppo_mini_batch_size: int = Field(64, ge=1)
     """Prompts of one optimizer step; times `rollout.n` gives its sequences."""
-    ppo_micro_batch_size_per_gpu: int = Field(1, ge=1)
-    """Sequences of one forward and backward pass on a rank."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+    """Sequences of one forward and backward pass on a rank; 1 when null."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     """Sequences of one forward of the old log-prob pass; `ppo_micro_batch_size_per_gpu` when null."""
+    use_dynamic_bsz: bool = False
+    """Micro-batches of at most so many tokens (the next two) in place of so many sequences; needs
+    `model.use_remove_padding`."""
+    ppo_max_token_len_per_gpu: int = Field(16384, ge=1)
+    """With `use_dynamic_bsz`: tokens of one forward and backward pass on a rank, at most; at least those of the longest
+    sequence."""
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """With `use_dynamic_bsz`: tokens of one forward of the old log-prob pass; `ppo_max_token_len_per_gpu` when null."""
     ppo_epochs: int = Field(1, ge=1)
     """Passes over a step's sequences."""
     target_kl_per_step: float | None = Field(None, gt=0)
@@ -97,8 +105,13 @@ class ActorConfig(Section):
         return self.entropy_coeff + done * (self.entropy_coeff_final - self.entropy_coeff)
 
     @property
+    def micro_batch(self) -> int:
+        """`ppo_micro_batch_size_per_gpu`, with its default."""
+        return self.ppo_micro_batch_size_per_gpu or 1
+
+    @property
     def log_prob_micro_batch(self) -> int:
-        return self.log_prob_micro_batch_size_per_gpu or self.ppo_micro_batch_size_per_gpu
+        return self.log_prob_micro_batch_size_per_gpu or self.micro_batch
 
 
 class CriticConfig(Section):
@@ -117,6 +130,12 @@ class CriticConfig(Section):
     """Sequences of one forward and backward pass on a rank; the actor's when null."""
     forward_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     """Sequences of one forward of the value pass; the update's when null."""
+    use_dynamic_bsz: bool | None = None
+    """Micro-batches of at most so many tokens, as the actor's; the actor's when null."""
+    ppo_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """With dynamic micro-batches: tokens of one forward and backward pass on a rank, at most; the actor's when null."""
+    forward_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """With dynamic micro-batches: tokens of one forward of the value pass; the update's when null."""
     ppo_epochs: int | None = Field(None, ge=1)
     """Passes over a step's sequences; the actor's when null."""
     cliprange_value: float = Field(0.5, gt=0)
@@ -133,3 +152,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     """Sequences of one forward; the actor's when null."""
     offload: RefOffloadConfig = RefOffloadConfig()
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Micro-batches of at most so many tokens; the actor's `use_dynamic_bsz` when null."""
+    log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)
+    """With dynamic micro-batches: tokens of one forward, at most; that of the actor's old log-probs when null."""

@@ -1,8 +1,9 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
 Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
-`checks_layout.py`, the generation layout in `checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, what is kept in
-memory in `checks_memory.py`, batch sizes in `divisibility.py`.
+`checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the generation layout in
+`checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, what is kept in memory in `checks_memory.py`, batch sizes in
+`divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
@@ -11,6 +12,7 @@ from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
 from megappo.config.checks_lora import lora_problems
 from megappo.config.checks_memory import memory_problems
+from megappo.config.checks_packing import packing_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
 from megappo.config.checks_vllm import vllm_problems
@@ -29,6 +31,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *_trainer_problems(config),
         *((*_ppo_problems(config), *algorithm_problems(config)) if config.trainer.kind == "ppo" else ()),
         *(_dpo_problems(config) if config.trainer.kind == "dpo" else ()),
+        *packing_problems(config),
         *reward_problems(config),
         *_data_problems(config),
         *set_problems(config),
@@ -99,9 +102,6 @@ def _ppo_problems(config: ExperimentConfig) -> list[Problem]:
     if config.reward is None:
         remedy = "for example reward: {parts: [{name: correct, kind: exact_match}]}"
         problems.append(Problem("reward", None, "is missing, and trainer.kind ppo learns from it", remedy))
-    if config.model.use_remove_padding:
-        reason = "packs sequences in supervised and preference training, and trainer.kind ppo pads them"
-        problems.append(Problem("model.use_remove_padding", "true", reason, "set it to false"))
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         reason = "KL counts twice, in the loss and in the reward (algorithm.use_kl_in_reward)"
         problems.append(warning("actor.use_kl_loss", True, reason, "set one of the two to false if that is not meant"))

@@ -16,7 +16,7 @@ def critic_mini_batch(config: ExperimentConfig) -> int:
 
 def critic_micro_batch(config: ExperimentConfig) -> int:
     """Sequences of one forward-backward pass of the critic on a rank."""
-    return config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
+    return config.critic.ppo_micro_batch_size_per_gpu or config.actor.micro_batch
 
 
 def critic_epochs(config: ExperimentConfig) -> int:
@@ -34,8 +34,8 @@ def divisibility_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
     problems = _mini_batch_problems(
         config, dp, "actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size
     ) or _micro_batch_problems(
-        config, dp, "actor.ppo_micro_batch_size_per_gpu", config.actor.ppo_micro_batch_size_per_gpu,
-        config.actor.ppo_mini_batch_size,
+        config, dp, "actor.ppo_micro_batch_size_per_gpu", config.actor.micro_batch,
+        config.actor.ppo_mini_batch_size, is_dynamic=config.actor.use_dynamic_bsz,
     )  # fmt: skip
     has_own = config.critic.ppo_mini_batch_size or config.critic.ppo_micro_batch_size_per_gpu
     if config.needs_critic and has_own:
@@ -71,9 +71,11 @@ def _mini_batch_problems(config: ExperimentConfig, dp: int, path: str, mini: int
     return [Problem(path, str(mini), reason, choices(fitting))]
 
 
-def _micro_batch_problems(config: ExperimentConfig, dp: int, path: str, micro: int, mini: int) -> list[Problem]:
+def _micro_batch_problems(
+    config: ExperimentConfig, dp: int, path: str, micro: int, mini: int, *, is_dynamic: bool
+) -> list[Problem]:
     per_rank = mini * config.rollout.n // dp
-    if per_rank % micro == 0:
+    if is_dynamic or per_rank % micro == 0:
         return []
     reason = f"does not divide the {per_rank} sequences that a minibatch has on each of {dp} data-parallel ranks"
     return [Problem(path, str(micro), reason, choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0)))]
@@ -87,7 +89,7 @@ def _critic_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
         mini_problems = _mini_batch_problems(config, dp, mini_path, mini)
         if mini_problems:
             return mini_problems
-    return _micro_batch_problems(config, dp, micro_path, micro, mini)
+    return _micro_batch_problems(config, dp, micro_path, micro, mini, is_dynamic=config.critic_is_dynamic)
 
 
 def _own_path(config: ExperimentConfig, leaf: str) -> str:
@@ -96,7 +98,7 @@ def _own_path(config: ExperimentConfig, leaf: str) -> str:
 
 
 def _supervised_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
-    sequences, micro = config.data.train_batch_size, config.actor.ppo_micro_batch_size_per_gpu
+    sequences, micro = config.data.train_batch_size, config.actor.micro_batch
     if sequences % dp:
         allowed = nearest(sequences, 1, sequences + dp, lambda size: size % dp == 0)
         reason = f"does not divide over dp {dp}"

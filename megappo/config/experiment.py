@@ -45,6 +45,18 @@ class ExperimentConfig(Section):
         return self.algorithm.needs_critic
 
     @property
+    def critic_is_dynamic(self) -> bool:
+        """Whether the critic's micro-batches are cut by tokens."""
+        own = self.critic.use_dynamic_bsz
+        return self.actor.use_dynamic_bsz if own is None else own
+
+    @property
+    def reference_is_dynamic(self) -> bool:
+        """Whether the reference's micro-batches are cut by tokens."""
+        own = self.ref.log_prob_use_dynamic_bsz
+        return self.actor.use_dynamic_bsz if own is None else own
+
+    @property
     def needs_exact_kl(self) -> bool:
         """Whether actor and reference have to compute logits of the same micro-batch."""
         actor, algorithm = self.actor, self.algorithm

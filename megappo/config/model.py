@@ -35,7 +35,7 @@ class ModelConfig(Section):
     """Layer implementation: Transformer Engine where it imports (`auto`), or one of the two by name."""
 
     use_remove_padding: bool = False
-    """Pack the sequences of a micro-batch into one row without padding: supervised and preference training."""
+    """Pack the sequences of a micro-batch into one row without padding."""
     experts: Literal["grouped", "sequential"] = "grouped"
     """Experts of a layer: two parameters for all local ones and grouped matrix products, or one module an expert."""
     moe: MoeConfig = MoeConfig()

@@ -22,6 +22,8 @@ class TrainerConfig(Section):
     """Passes over the prompts; ignored where `total_steps` is set."""
     critic_warmup: int = Field(0, ge=0)
     """First steps of the run in which the critic alone is updated."""
+    balance_batch: bool = True
+    """Deal the sequences of each minibatch over the data-parallel ranks so that all have about the same work."""
     seed: int = Field(0, ge=0)
     """Seed of sampling and of every random choice but the order of prompts."""
     save_freq: int = Field(0, ge=0)

@@ -159,6 +159,23 @@ class ExperienceBatch:
                 fields[field.name] = value[low:high] if value is not None else None
         return ExperienceBatch(**fields)  # type: ignore[arg-type]
 
+    def taken(self, rows: Sequence[int]) -> ExperienceBatch:
+        """The sequences with those numbers, in that order."""
+        tokens, numbers = self.token_places(rows), torch.tensor(rows, dtype=torch.int64)
+        fields: dict[str, Tensor | None] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            index = numbers if field.name in PER_SEQUENCE else tokens
+            fields[field.name] = None if value is None or field.name == "cu_seqlens" else value[index]
+        fields["cu_seqlens"] = torch.nn.functional.pad(self.lengths[numbers].cumsum(0), (1, 0))
+        return ExperienceBatch(**fields)  # type: ignore[arg-type]
+
+    def token_places(self, rows: Sequence[int]) -> Tensor:
+        """Where the tokens of the sequences with those numbers stand among [tokens], one sequence after another."""
+        places = torch.arange(self.num_tokens)
+        ends = self.cu_seqlens.tolist()
+        return torch.cat([places[ends[row] : ends[row + 1]] for row in rows] or [places[:0]])
+
     def padded(self, flat: Tensor, length: int | None = None) -> Tensor:
         """[tokens, …] → [B, T, …] right-padded with zeros, T the longest sequence unless `length` says more."""
         width = int(self.lengths.max()) if length is None else length

@@ -41,6 +41,17 @@ class MicroBatch:
         """[b, length] bool; false in the padding."""
         return self.rows.padded(self.rows.response_mask, self.length).to(self.device)
 
+    @property
+    def predicted(self) -> Tensor:
+        """[b, length] bool: response tokens that have a token of their own sequence before them."""
+        mask = self.response_mask.clone()
+        mask[:, 0] = False
+        return mask
+
+    def over_sequence(self, view: Tensor) -> Tensor:
+        """[b, length] → [b, length]: at each token the sum over all of its sequence; `view` is 0 in the padding."""
+        return view.sum(dim=-1, keepdim=True).expand_as(view)
+
     def view(self, name: str) -> Tensor:
         """The per-token field `name` as [b, length] on the model's device, 0 in the padding."""
         return self.rows.padded(self.rows.get(name), self.length).to(self.device)

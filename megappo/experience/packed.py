@@ -14,9 +14,8 @@ class PackedMicroBatch(MicroBatch):
     """Sequences of one forward pass in one row of `length` tokens, of which the last few may be padding.
 
     Everything that is [b, length] in a padded micro-batch is [1, length] here. No attention crosses from one sequence
-    to the next: `boundaries` go to the model, and positions begin anew. A response's first token stands after a token
-    of its own prompt, so that what is read one place before it is its own too. Means over sequences that are rows of a
-    view (`seq-mean-…`) are not for packed views.
+    to the next: `boundaries` go to the model, and positions begin anew. What is read one place before a `predicted`
+    token is of its own sequence, whose first token is not `predicted`.
     """
 
     @property
@@ -31,6 +30,17 @@ class PackedMicroBatch(MicroBatch):
     @property
     def response_mask(self) -> Tensor:
         return self._row(self.rows.response_mask)
+
+    @property
+    def predicted(self) -> Tensor:
+        mask = self.response_mask.clone()
+        mask[:, self.rows.cu_seqlens[:-1].to(mask.device)] = False
+        return mask
+
+    def over_sequence(self, view: Tensor) -> Tensor:
+        owner = torch.repeat_interleave(torch.arange(self.num_sequences), self.rows.lengths).to(view.device)
+        sums = view.new_zeros(self.num_sequences).index_add(0, owner, self.flat(view))
+        return pad(sums[owner], (0, self.length - self.rows.num_tokens))[None]
 
     def view(self, name: str) -> Tensor:
         return self._row(self.rows.get(name))

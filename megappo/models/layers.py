@@ -1,8 +1,8 @@
 """Torch layers for Megatron's layer spec where Transformer Engine is missing: RMSNorm and core attention.
 
 Megatron's own local layers refuse sequence parallelism, packed sequences and context parallelism; these two allow them.
-Which layers a model gets is decided in `spec.py`. The attention's masks for packed sequences are dense, O(tokens²): for
-long packed batches use Transformer Engine.
+Which layers a model gets is decided in `spec.py`. Of packed sequences the attention takes one after another, without a
+mask: many short ones are faster with Transformer Engine.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -87,31 +87,45 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
-        is_packed = packed_seq_params is not None and query.dim() == 3
-        if is_packed:
-            query, key, value = query[:, None], key[:, None], value[:, None]
+        if packed_seq_params is not None and query.dim() == 3:
+            return self._packed(query, key, value, packed_seq_params)
         if self.cp_group.size() > 1:
-            assert not is_packed, "packed sequences under context parallelism need layers: te"
             key, value = self._whole_sequence(key), self._whole_sequence(value)
-        mask = self._visible(query, key, attention_mask, attn_mask_type, packed_seq_params if is_packed else None)
-        mask = self._with_window(mask, query, key)
-        is_square = query.size(0) == key.size(0)
+        mask = self._with_window(self._visible(query, key, attention_mask, attn_mask_type), query, key)
+        is_causal = query.size(0) == key.size(0) and attn_mask_type is not AttnMaskType.no_mask
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        return self._attend(query, key, value, mask, is_causal).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """`[b, heads, s, head_dim]` of all; `mask` [queries, keys] true where a query sees a key, else `is_causal`."""
         if self.softcap is not None:
             assert mask is not None, "a soft cap is computed with a mask that is written out"
-            context = softcapped_attention(query, key, value, mask, self.softmax_scale, self.softcap)
-            return context.permute(2, 0, 1, 3).flatten(2)
-        context = functional.scaled_dot_product_attention(
+            return softcapped_attention(query, key, value, mask, self.softmax_scale, self.softcap)
+        return functional.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=mask is None and is_square and attn_mask_type is not AttnMaskType.no_mask,
+            is_causal=mask is None and is_causal,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=key.size(1) != query.size(1),
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
+        """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, 1, …]`.
+
+        One call a sequence: nothing of the size tokens² exists, and no sequence's result depends on another's values.
+        """
+        assert self.cp_group.size() == 1, "packed sequences under context parallelism need layers: te"
+        lengths = packing.cu_seqlens_q.diff().tolist()
+        parts = (tensor.split(lengths) for tensor in (query, key, value))
+        contexts = []
+        for own in zip(*parts, strict=True):
+            mask = self._with_window(None, own[0], own[1])
+            own_query, own_key, own_value = (tensor.transpose(0, 1)[None] for tensor in own)
+            contexts.append(self._attend(own_query, own_key, own_value, mask, is_causal=True))
+        return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
 
     def _visible(
         self,
@@ -119,15 +133,10 @@ class CoreAttention(nn.Module):
         key: Tensor,
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None,
-        packed: PackedSeqParams | None,
     ) -> Tensor | None:
         """[queries, keys] bool, True where a query sees a key; None is the plain causal mask, or no mask at all."""
         if self.cp_group.size() > 1:
             return self._query_positions(query)[:, None] >= torch.arange(key.size(0), device=key.device)[None]
-        if packed is not None:
-            position = torch.arange(query.size(0), device=query.device)
-            sequence = torch.bucketize(position, packed.cu_seqlens_q[1:].to(position), right=True)
-            return (sequence[:, None] == sequence[None]) & (position[:, None] >= position[None])
         if attention_mask is not None:
             return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         if query.size(0) == key.size(0) or attn_mask_type is AttnMaskType.no_mask:
@@ -137,10 +146,7 @@ class CoreAttention(nn.Module):
         return position[key.size(0) - query.size(0) :, None] >= position[None]
 
     def _with_window(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """`mask` without the keys that are `window` or more positions back; causality written out for a soft cap.
-
-        In a packed row, too, the distance of two tokens of a sequence is that of their places.
-        """
+        """`mask` without the keys that are `window` or more positions back; causality written out for a soft cap."""
         length = key.size(0)
         window = length if self.window is None else min(self.window, length)
         if window == length and (self.softcap is None or mask is not None):

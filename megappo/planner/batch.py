@@ -4,9 +4,11 @@ Which numbers are allowed is in `config/divisibility.py`; printing the plan is i
 """
 
 from dataclasses import dataclass, replace
+from math import gcd
 
-from megappo.config.divisibility import critic_epochs, critic_micro_batch, critic_mini_batch, divisibility_problems
+from megappo.config.divisibility import critic_epochs, critic_mini_batch, divisibility_problems
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.passes import PassSize, actor_update, critic_update
 from megappo.config.problem import raise_errors
 
 
@@ -17,7 +19,8 @@ class MiniBatchPlan:
     `sequences` of one optimizer step over all ranks; `sequences_per_rank` of it on each data-parallel rank, in
     `num_micro_batches` forward-backward passes of `micro_batch` sequences; `num_minibatches` of them make one pass over
     the step's experience, and there are `epochs` passes, none in the run's first `idle_steps` steps. A role that is not
-    built has 0 epochs.
+    built has 0 epochs. With `max_tokens` micro-batches are cut by tokens, and `num_micro_batches` is the most there can
+    be.
     """
 
     sequences: int
@@ -27,6 +30,7 @@ class MiniBatchPlan:
     num_micro_batches: int
     epochs: int
     idle_steps: int = 0
+    max_tokens: int | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -69,6 +73,11 @@ class BatchPlan:
         """Optimizer steps of the actor in one step of the run; the critic's are `critic.optimizer_steps`."""
         return self.actor.optimizer_steps
 
+    @property
+    def run(self) -> int:
+        """Consecutive sequences that are in the same minibatch of either role: these can be dealt over ranks anew."""
+        return gcd(self.actor.sequences, self.critic.sequences)
+
     def positions_of(self, dp_rank: int) -> tuple[int, ...]:
         """Positions that data-parallel rank `dp_rank` owns, rising.
 
@@ -86,9 +95,7 @@ def plan_batches(config: ExperimentConfig, dp: int) -> BatchPlan:
     prompts, n = config.data.train_batch_size, config.rollout.n
     actor_sequences = config.actor.ppo_mini_batch_size * n
     critic_sequences = critic_mini_batch(config) * n if config.needs_critic else actor_sequences
-    actor = _minibatches(
-        prompts * n, actor_sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_epochs
-    )
+    actor = _minibatches(prompts * n, actor_sequences, dp, actor_update(config), config.actor.ppo_epochs)
     passes = critic_epochs(config) if config.needs_critic else 0
     return BatchPlan(
         prompts=prompts,
@@ -96,7 +103,7 @@ def plan_batches(config: ExperimentConfig, dp: int) -> BatchPlan:
         dp=dp,
         block=ownership_block(n, dp, actor_sequences, critic_sequences),
         actor=replace(actor, idle_steps=config.trainer.critic_warmup),
-        critic=_minibatches(prompts * n, critic_sequences, dp, critic_micro_batch(config), passes),
+        critic=_minibatches(prompts * n, critic_sequences, dp, critic_update(config), passes),
     )
 
 
@@ -109,7 +116,7 @@ def plan_supervised(config: ExperimentConfig, dp: int) -> MiniBatchPlan:
     """
     raise_errors(divisibility_problems(config, dp))
     sequences = config.data.train_batch_size
-    return _minibatches(sequences, sequences, dp, config.actor.ppo_micro_batch_size_per_gpu, epochs=1)
+    return _minibatches(sequences, sequences, dp, actor_update(config), epochs=1)
 
 
 def ownership_block(n: int, dp: int, *minibatch_sequences: int) -> int:
@@ -121,8 +128,9 @@ def ownership_block(n: int, dp: int, *minibatch_sequences: int) -> int:
     )
 
 
-def _minibatches(step_sequences: int, sequences: int, dp: int, micro_batch: int, epochs: int) -> MiniBatchPlan:
+def _minibatches(step_sequences: int, sequences: int, dp: int, size: PassSize, epochs: int) -> MiniBatchPlan:
     per_rank = sequences // dp
+    micro_batch = 1 if size.tokens is not None else size.sequences
     return MiniBatchPlan(
         sequences=sequences,
         sequences_per_rank=per_rank,
@@ -130,4 +138,5 @@ def _minibatches(step_sequences: int, sequences: int, dp: int, micro_batch: int,
         micro_batch=micro_batch,
         num_micro_batches=per_rank // micro_batch,
         epochs=epochs,
+        max_tokens=size.tokens,
     )

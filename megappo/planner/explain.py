@@ -33,8 +33,10 @@ def _role_lines(name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan
 
 
 def _rank_line(role: MiniBatchPlan, unit: str = "sequences") -> str:
-    passes = _count(role.num_micro_batches, "micro-batch", "micro-batches")
-    return f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} = {passes} of {role.micro_batch}"
+    passes = f"= {_count(role.num_micro_batches, 'micro-batch', 'micro-batches')} of {role.micro_batch}"
+    if role.max_tokens is not None:
+        passes = f"in micro-batches of at most {role.max_tokens} tokens"
+    return f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} {passes}"
 
 
 def _ownership_line(plan: BatchPlan) -> str:

@@ -12,6 +12,14 @@ from torch import nn
 
 from megappo.algorithms.kl import EXACT, KLController
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.passes import (
+    PassSize,
+    actor_forward,
+    actor_update,
+    critic_forward,
+    critic_update,
+    reference_forward,
+)
 from megappo.data.feed import Order, PromptFeed
 from megappo.data.iterate import PromptOrder
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,8 +29,9 @@ from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
-from megappo.planner.batch import plan_batches
+from megappo.planner.batch import BatchPlan, plan_batches
 from megappo.trainer.advantages import AdvantagePhase
+from megappo.trainer.balance import Balance, NoBalance
 from megappo.trainer.baseline import GreedyBaseline, NoBaseline
 from megappo.trainer.build_experience import pair_samples, prompt_feed, replay, reward_worker, with_dynamic_sampling
 from megappo.trainer.checkpoint import SavedRole
@@ -38,6 +47,7 @@ from megappo.trainer.roles import RoleBuilder, TrainedRole
 from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.actor import ActorWorker, KLTerm, estimated_kl, exact_kl
 from megappo.workers.critic import CriticWorker, NoCritic
+from megappo.workers.cutting import Cutter
 from megappo.workers.policy import LogProbs
 from megappo.workers.reference import NoReference, ReferenceWorker
 from megappo.workers.reward import RewardWorker
@@ -70,6 +80,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     reference = reference_worker(config, mesh, spec, roles, actor)
     actor_worker = ActorWorker(
         actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length,
+        update_cut=cutter(config, mesh, actor_update(config)), forward_cut=cutter(config, mesh, actor_forward(config)),
         kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
         has_reference=config.needs_reference, router_replay=config.actor.router_replay,
     )  # fmt: skip
@@ -81,7 +92,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     )
     baseline = greedy_baseline(config, rollout, learned, mesh)
     collector = Collector(feed, plan, mesh, switch, rollout, learned, baseline)
-    values = critic_worker(config, critic, scale_length)
+    values = critic_worker(config, mesh, critic, scale_length)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     shaping = RewardShaping(config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length)
     replayed: Replay | PairReplay | NoReplay = replay(config, mesh, values, advantages)
@@ -95,6 +106,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
         plan=plan,
         collector=with_dynamic_sampling(config, collector),
         shaping=shaping,
+        balance=balance(config, mesh, plan, spec),
         actor=actor_worker,
         critic=values,
         reference=reference,
@@ -181,15 +193,27 @@ def log_probs(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, temperature
     )
 
 
-def critic_worker(config: ExperimentConfig, critic: TrainedRole | None, scale_length: int) -> CriticWorker | NoCritic:
+def balance(config: ExperimentConfig, mesh: Mesh, plan: BatchPlan, spec: ModelSpec) -> Balance | NoBalance:
+    if not config.trainer.balance_batch or mesh.dp == 1:
+        return NoBalance()
+    return Balance(mesh, plan, spec.shape.hidden_size)
+
+
+def cutter(config: ExperimentConfig, mesh: Mesh, size: PassSize) -> Cutter:
+    """What makes the micro-batches of one kind of pass."""
+    return Cutter(mesh, size.sequences, config.model.use_remove_padding, size.tokens)
+
+
+def critic_worker(
+    config: ExperimentConfig, mesh: Mesh, critic: TrainedRole | None, scale_length: int
+) -> CriticWorker | NoCritic:
     if critic is None:
         return NoCritic()
-    micro = config.critic.ppo_micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
     return CriticWorker(
         critic.engine,
         config.critic,
-        micro_batch_size=micro,
-        forward_micro_batch_size=config.critic.forward_micro_batch_size_per_gpu or micro,
+        update_cut=cutter(config, mesh, critic_update(config)),
+        forward_cut=cutter(config, mesh, critic_forward(config)),
         scale_length=scale_length,
     )
 
@@ -199,10 +223,10 @@ def reference_worker(
 ) -> ReferenceWorker | NoReference:
     if not config.needs_reference:
         return NoReference()
-    size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
     fills_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == EXACT
     policy = actor.engine if fills_kl else None
-    return ReferenceWorker(roles.reference(actor), log_probs(config, mesh, spec), size, policy)
+    cut = cutter(config, mesh, reference_forward(config))
+    return ReferenceWorker(roles.reference(actor), log_probs(config, mesh, spec), cut, policy)
 
 
 def kl_term(config: ExperimentConfig, reference: ReferenceWorker | NoReference) -> KLTerm | None:

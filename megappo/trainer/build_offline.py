@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.passes import reference_forward
 from megappo.data.conversation import ConversationEncoder
 from megappo.data.preferences import PreferencePair, load_preferences
 from megappo.data.prompts import load_supervised
@@ -20,6 +21,7 @@ from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import plan_supervised
 from megappo.trainer.build import (
     TrainingData,
+    cutter,
     evaluator,
     log_probs,
     refuse_foreign_tokens,
@@ -75,8 +77,10 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     )
     actor = roles.actor(data.total_steps)
     read = log_probs(config, mesh, spec, temperature=1.0)
-    size = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
-    task = DPOTask(config.dpo, pairs, read, ReferenceWorker(roles.reference(actor), read, size), plan.sequences)
+    reference_cut = cutter(config, mesh, reference_forward(config))
+    task = DPOTask(
+        config.dpo, pairs, read, ReferenceWorker(roles.reference(actor), read, reference_cut), plan.sequences
+    )
     evaluates: Evaluator | PairEvaluator[PreferencePair]
     if reward is not None:
         evaluates = _answers(config, mesh, data, spec, actor, reward)

@@ -11,6 +11,7 @@ from megappo.errors import ExitCode
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.advantages import AdvantagePhase
+from megappo.trainer.balance import Balance, NoBalance
 from megappo.trainer.collect import Collector, GroupFilter
 from megappo.trainer.experience_metrics import experience_metrics, global_tokens
 from megappo.trainer.loop import Loop
@@ -31,6 +32,7 @@ class PPOTrainer:
     plan: BatchPlan
     collector: Collector | GroupFilter
     shaping: RewardShaping
+    balance: Balance | NoBalance
     actor: ActorWorker
     critic: CriticWorker | NoCritic
     reference: ReferenceWorker | NoReference
@@ -44,7 +46,7 @@ class PPOTrainer:
         """Trains until the last step, or until a signal asks to stop."""
         for step in self.loop.steps():
             samples, scored = self.collector.collect(step)
-            batch = self.shaping.batch(samples, scored)
+            batch = self.balance.deal(self.shaping.batch(samples, scored), step)
             step.record(self.shaping.metrics())
             with step.phase("old_log_probs"):
                 batch = self.actor.fill_old_log_probs(batch)

@@ -17,6 +17,7 @@ from megappo.models.hf_folder import SafetensorsReader
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
+from megappo.workers.cutting import Cutter
 from megappo.workers.implicit_reward import ImplicitReward
 from megappo.workers.policy import LogProbs
 from megappo.workers.reward import RewardWorker, ScoringModel
@@ -65,7 +66,7 @@ def _reward_model(config: ExperimentConfig, part: RewardPartConfig, where: str, 
         pad_id=spec.hf_config.get("pad_token_id"),
         vocab_size=spec.shape.vocab_size,
         max_positions=spec.shape.max_positions,
-        micro_batch_size=part.micro_batch_size_per_gpu,
+        cut=Cutter(mesh, part.micro_batch_size_per_gpu, config.model.use_remove_padding),
     )
 
 
@@ -98,5 +99,5 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
         ),
         beta=part.beta,
         at_end=part.at_end,
-        micro_batch_size=part.micro_batch_size_per_gpu,
+        cut=Cutter(mesh, part.micro_batch_size_per_gpu, config.model.use_remove_padding),
     )

@@ -13,7 +13,8 @@ from megappo.algorithms.losses import POLICY_LOSSES, ClipRange
 from megappo.config.actor import ActorConfig, RouterReplay
 from megappo.engines.training import LossTerm, TrainingEngine
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
+from megappo.workers.cutting import Cutter
 from megappo.workers.policy import LogProbs, global_denominators
 from megappo.workers.reference import ReferenceWorker
 
@@ -26,8 +27,9 @@ KLTerm = Callable[[Sequence[MicroBatch]], TokenKL]
 class ActorWorker:
     """Fills `old_log_probs`, and improves the policy on minibatches with advantages.
 
-    `kl_term` computes the KL of the loss (`use_kl_loss`); None leaves it out. `bypass` takes the engine's log-probs for
-    the old ones. `has_reference`: the run has one that `kl/mean` is measured to; otherwise that is `actor/ppo_kl`.
+    `update_cut` and `forward_cut` make the micro-batches of updates and of log-probs. `kl_term` computes the KL of the
+    loss (`use_kl_loss`); None leaves it out. `bypass` takes the engine's log-probs for the old ones.
+    `has_reference`: the run has one that `kl/mean` is measured to; otherwise that is `actor/ppo_kl`.
     `router_replay`: whose choice of experts the update takes over, and the old log-prob pass where it is the rollout's.
     """
 
@@ -38,6 +40,8 @@ class ActorWorker:
         log_probs: LogProbs,
         *,
         scale_length: int,
+        update_cut: Cutter,
+        forward_cut: Cutter,
         kl_term: KLTerm | None = None,
         bypass: bool = False,
         has_reference: bool = True,
@@ -47,6 +51,8 @@ class ActorWorker:
         self._config = config
         self._log_probs = log_probs
         self._scale_length = scale_length
+        self._update_cut = update_cut
+        self._forward_cut = forward_cut
         self._kl_term = kl_term
         self._bypass = bypass
         self._has_reference = has_reference
@@ -77,7 +83,8 @@ class ActorWorker:
 
     def log_probs_now(self, batch: ExperienceBatch) -> Tensor:
         """[tokens] log-probs of the response tokens under the weights of this moment."""
-        return self.engine.per_token(self._cut(batch, self._config.log_prob_micro_batch), self._log_probs)
+        cut = self._forward_cut(batch)
+        return cut.restored(self.engine.per_token(cut.micros, self._log_probs))
 
     def within_limit(self, minibatches: Iterable[ExperienceBatch]) -> Iterator[ExperienceBatch]:
         """The minibatches of a step, until an update finds the policy farther than `target_kl_per_step` from the one
@@ -91,7 +98,7 @@ class ActorWorker:
 
     def update(self, minibatch: ExperienceBatch) -> dict[str, float]:
         """One optimizer step; returns the metrics `actor/…` of the global minibatch."""
-        micros = self._cut(minibatch, self._config.ppo_micro_batch_size_per_gpu)
+        micros = self._update_cut(minibatch).micros
         entropy_coeff = self._config.entropy_coeff_at(self.engine.optimizer.num_steps)
         loss = ActorLoss(
             self._config, self._log_probs, global_denominators(minibatch, self.engine.mesh), self._scale_length,
@@ -101,15 +108,12 @@ class ActorWorker:
         self._moved = report.metrics["actor/ppo_kl_k3"]
         metrics = report.metrics | {f"actor/{name}": value for name, value in report.routing.items()}
         metrics |= {"actor/grad_norm": report.grad_norm, "actor/lr": report.learning_rate}
+        metrics["actor/micro_batches"] = float(len(micros))
         if not self._has_reference:
             metrics["kl/mean"] = metrics["actor/ppo_kl"]
         if self._config.entropy_decay_steps is not None:
             metrics["actor/entropy_coeff"] = entropy_coeff
         return metrics | ({"actor/kl_loss_coef": self._config.kl_loss_coef} if self._kl_term is not None else {})
-
-    def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:
-        mesh = self.engine.mesh
-        return micro_batches(batch, size, alignment=mesh.sequence_alignment, device=mesh.device)
 
 
 def estimated_kl(kind: str) -> KLTerm:
@@ -162,27 +166,31 @@ class ActorLoss:
         """`output` [b, s, vocab / tp] logits."""
         mask = micro.response_mask
         log_probs, entropy = self._log_probs.with_entropy(output, micro)
-        terms = self._policy_loss(log_probs, micro.view("old_log_probs"), micro.view("advantages"), mask, self._clip)
+        terms = self._policy_loss(
+            log_probs, micro.view("old_log_probs"), micro.view("advantages"), mask, self._clip, micro.over_sequence
+        )
         per_token = terms.per_token
         if micro.rows.loss_weights is not None:
             per_token = per_token * micro.view("loss_weights")
-        pg_loss = loss = self._mean(per_token, mask)
+        pg_loss = loss = self._mean(per_token, mask, micro)
         if self._entropy_coeff:
-            loss = loss - self._entropy_coeff * self._mean(entropy, mask)
+            loss = loss - self._entropy_coeff * self._mean(entropy, mask, micro)
         k3 = torch.expm1(-terms.kl) + terms.kl
         reported = [pg_loss]
         reported += [
             self._token_mean(part, mask) for part in (terms.clipped, terms.dual_clipped, terms.kl, k3, entropy)
         ]
         if self._token_kl is not None:
-            kl = self._mean(self._token_kl(output, log_probs, micro), mask)
+            kl = self._mean(self._token_kl(output, log_probs, micro), mask, micro)
             loss = loss + self._config.kl_loss_coef * kl
             reported.append(kl)
         return LossTerm(loss, tuple(reported))
 
-    def _mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
+    def _mean(self, per_token: Tensor, mask: Tensor, micro: MicroBatch) -> Tensor:
         """This micro-batch's share of the configured global mean."""
-        return aggregate(per_token, mask, self._config.aggregation, self._denominators, self._scale_length)
+        return aggregate(
+            per_token, mask, self._config.aggregation, self._denominators, self._scale_length, micro.over_sequence
+        )
 
     def _token_mean(self, per_token: Tensor, mask: Tensor) -> Tensor:
         return aggregate(per_token.float(), mask, "token-mean", self._denominators)

@@ -11,7 +11,8 @@ from megappo.algorithms.masked import keep
 from megappo.config.actor import CriticConfig
 from megappo.engines.training import LossTerm, TrainingEngine
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
+from megappo.workers.cutting import Cutter
 from megappo.workers.policy import global_denominators, values_at_tokens
 
 # Relative spread of returns that should be equal and went through float32.
@@ -26,33 +27,30 @@ class CriticWorker:
         engine: TrainingEngine,
         config: CriticConfig,
         *,
-        micro_batch_size: int,
-        forward_micro_batch_size: int,
+        update_cut: Cutter,
+        forward_cut: Cutter,
         scale_length: int,
     ) -> None:
         self.engine = engine
         self._config = config
-        self._micro_batch_size = micro_batch_size
-        self._forward_micro_batch_size = forward_micro_batch_size
+        self._update_cut = update_cut
+        self._forward_cut = forward_cut
         self._scale_length = scale_length
 
     def fill_values(self, batch: ExperienceBatch) -> ExperienceBatch:
-        micros = self._cut(batch, self._forward_micro_batch_size)
-        return batch.fill(values=self.engine.per_token(micros, values_at_tokens))
+        cut = self._forward_cut(batch)
+        return batch.fill(values=cut.restored(self.engine.per_token(cut.micros, values_at_tokens)))
 
     def update(self, minibatch: ExperienceBatch) -> dict[str, float]:
         """One optimizer step; returns the metrics `critic/…` of the global minibatch."""
-        micros = self._cut(minibatch, self._micro_batch_size)
+        micros = self._update_cut(minibatch).micros
         denominators = global_denominators(minibatch, self.engine.mesh)
         report = self.engine.update(micros, CriticLoss(self._config, denominators, self._scale_length))
         metrics = {name: value for name, value in report.metrics.items() if name.startswith("critic/")}
         metrics["critic/vf_explained_var"] = _explained_variance(report.metrics)
         metrics |= {f"critic/{name}": value for name, value in report.routing.items()}
+        metrics["critic/micro_batches"] = float(len(micros))
         return metrics | {"critic/grad_norm": report.grad_norm, "critic/lr": report.learning_rate}
-
-    def _cut(self, batch: ExperienceBatch, size: int) -> list[MicroBatch]:
-        mesh = self.engine.mesh
-        return micro_batches(batch, size, alignment=mesh.sequence_alignment, device=mesh.device)
 
 
 class NoCritic:
@@ -89,7 +87,12 @@ class CriticLoss:
         values = values_at_tokens(output, micro)
         terms = value_loss(values, micro.view("values"), returns, mask, self._config.cliprange_value)
         loss = aggregate(
-            terms.per_token, mask, self._config.loss_agg_mode, self._denominators, scale_length=self._scale_length
+            terms.per_token,
+            mask,
+            self._config.loss_agg_mode,
+            self._denominators,
+            self._scale_length,
+            micro.over_sequence,
         )
 
         def token_mean(per_token: Tensor) -> Tensor:

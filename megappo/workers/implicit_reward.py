@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megappo.engines.training import ModelEngine
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import micro_batches
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.collectives import max_over
 from megappo.rewards.reward import FailedReward, Reward
+from megappo.workers.cutting import Cutter
 from megappo.workers.policy import LogProbs
 
 PLACEHOLDER = RolloutSample(Prompt(0, "", (0,), ""), 0, 0, (), (), "", "stop")
@@ -40,7 +40,7 @@ class ImplicitReward:
     log_probs: LogProbs
     beta: float
     at_end: bool
-    micro_batch_size: int
+    cut: Cutter
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Reward | FailedReward]:
         """One outcome a sample, the same on every rank of the model. A collective call over the world.
@@ -74,6 +74,5 @@ class ImplicitReward:
 
     def _log_probs_of(self, engine: ModelEngine, batch: ExperienceBatch) -> Tensor:
         """[tokens] float64, 0 outside of the responses."""
-        mesh = engine.mesh
-        micros = micro_batches(batch, self.micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
-        return engine.per_token(micros, self.log_probs).double()
+        cut = self.cut(batch)
+        return cut.restored(engine.per_token(cut.micros, self.log_probs)).double()

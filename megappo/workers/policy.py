@@ -33,7 +33,7 @@ class LogProbs:
 
     def with_entropy(self, logits: Tensor, micro: MicroBatch, *, entropy: bool = True) -> tuple[Tensor, Tensor]:
         """(log_probs, entropy). The logits before a token give both, so row t - 1 is read for token t."""
-        mask = micro.response_mask[:, 1:]
+        mask = micro.predicted[:, 1:]
         log_probs, entropies = vocab_parallel_log_probs(
             logits.flatten(0, 1),
             micro.token_ids[:, 1:][mask],
@@ -49,7 +49,7 @@ class LogProbs:
     def exact_kl(self, logits: Tensor, ref_logits: Tensor, micro: MicroBatch) -> Tensor:
         """KL(policy ‖ reference) over the whole vocabulary at each response token, with a gradient to `logits`; both
         [b, s, vocab / tp]."""
-        mask = micro.response_mask[:, 1:]
+        mask = micro.predicted[:, 1:]
         kl = vocab_parallel_kl(
             logits.flatten(0, 1),
             ref_logits.flatten(0, 1),
@@ -64,7 +64,7 @@ class LogProbs:
 
 def values_at_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
     """[b, s, 1] output of a value head → [b, s] values, each at the token that the state before it produces."""
-    mask = micro.response_mask[:, 1:]
+    mask = micro.predicted[:, 1:]
     return _at_tokens(output[:, :-1, 0][mask].float(), mask)
 
 

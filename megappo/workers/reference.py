@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megappo.engines.training import ModelEngine, PerToken
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
+from megappo.workers.cutting import Cutter
 from megappo.workers.policy import LogProbs
 
 
@@ -15,18 +16,19 @@ class ReferenceWorker:
     policy is given."""
 
     def __init__(
-        self, engine: ModelEngine, log_probs: LogProbs, micro_batch_size: int, policy: ModelEngine | None = None
+        self, engine: ModelEngine, log_probs: LogProbs, cut: Cutter, policy: ModelEngine | None = None
     ) -> None:
         self.engine = engine
         self._log_probs = log_probs
-        self._micro_batch_size = micro_batch_size
+        self._cut = cut
         self._policy = policy
 
     def fill_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
-        mesh = self.engine.mesh
-        micros = micro_batches(batch, self._micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
-        batch = batch.fill(ref_log_probs=self.engine.per_token(micros, self._log_probs))
-        return batch if self._policy is None else batch.fill(ref_kl=self._policy.per_token(micros, self.kl_to(micros)))
+        cut = self._cut(batch)
+        batch = batch.fill(ref_log_probs=cut.restored(self.engine.per_token(cut.micros, self._log_probs)))
+        if self._policy is None:
+            return batch
+        return batch.fill(ref_kl=cut.restored(self._policy.per_token(cut.micros, self.kl_to(cut.micros))))
 
     def kl_to(self, micros: Sequence[MicroBatch]) -> PerToken:
         """From the logits [b, s, vocab / tp] of another model on one of `micros` to its exact KL to the reference,

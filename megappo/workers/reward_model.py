@@ -14,10 +14,10 @@ import torch
 from megappo.data.conversation import ConversationEncoder
 from megappo.engines.training import ModelEngine
 from megappo.errors import DataError
-from megappo.experience.micro import micro_batches
 from megappo.experience.sample import RolloutSample
 from megappo.parallel.collectives import max_over
 from megappo.rewards.reward import FailedReward, Reward
+from megappo.workers.cutting import Cutter
 from megappo.workers.pairs import summed
 from megappo.workers.scores import scored_batch, scores_at_tokens
 
@@ -35,7 +35,7 @@ class RewardModel:
     pad_id: int | None
     vocab_size: int
     max_positions: int
-    micro_batch_size: int
+    cut: Cutter
 
     def score(self, samples: Sequence[RolloutSample]) -> list[Reward | FailedReward]:
         """One outcome a sample, the same on every rank of the model. A collective call over the world.
@@ -60,8 +60,9 @@ class RewardModel:
         if most == 0:
             return []
         batch = scored_batch(sequences + [PLACEHOLDER] * (most - len(sequences)), self.pad_id)
-        micros = micro_batches(batch, self.micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
-        scores: list[float] = summed(batch, self.engine.per_token(micros, scores_at_tokens)).tolist()
+        cut = self.cut(batch)
+        flat = cut.restored(self.engine.per_token(cut.micros, scores_at_tokens))
+        scores: list[float] = summed(batch, flat).tolist()
         return scores
 
     def _encoded(self, sample: RolloutSample) -> list[int] | str:

@@ -11,8 +11,15 @@ WEIGHT_LIMIT = 1e-3
 PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
 FULL = "model.recompute_granularity=full"
 SELECTIVE = "model.recompute_granularity=selective,model.recompute_modules=[core_attn,layernorm,mlp]"
+PACKED = "model.use_remove_padding=true"
+# The longest sequence has 33 tokens: one or two of them in a micro-batch of the actor, several short ones.
+DYNAMIC = (
+    f"{PACKED},actor.use_dynamic_bsz=true,actor.ppo_micro_batch_size_per_gpu=null,actor.ppo_max_token_len_per_gpu=60,"
+    "actor.log_prob_max_token_len_per_gpu=150,critic.ppo_max_token_len_per_gpu=100"
+)
 ONE_RANK = {
     "one": "",
+    "packed": PACKED,
     "micro-1": "actor.ppo_micro_batch_size_per_gpu=1,critic.ppo_micro_batch_size_per_gpu=1",
     "micro-4": "actor.ppo_micro_batch_size_per_gpu=4,critic.ppo_micro_batch_size_per_gpu=4",
     "recompute-uniform": f"{FULL},model.recompute_method=uniform,model.recompute_num_layers=2",
@@ -25,8 +32,13 @@ TWO_RANKS = {
     "pp2": "layout.pp=2",
     "tp2-sp-recompute-modules": f"layout.tp=2,layout.sequence_parallel=true,{SELECTIVE}",
     "pp2-recompute-block": f"layout.pp=2,{FULL},model.recompute_method=block,model.recompute_num_layers=1",
+    "tp2-sp-dynamic": f"layout.tp=2,layout.sequence_parallel=true,{DYNAMIC}",
 }
-FOUR_RANKS = {"tp2-pp2": "layout.tp=2,layout.pp=2", "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true"}
+FOUR_RANKS = {
+    "tp2-pp2": "layout.tp=2,layout.pp=2",
+    "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true",
+    "pp2-dp2-dynamic": f"layout.pp=2,{DYNAMIC}",
+}
 BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": TWO_RANKS["pp2"]}
 LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]
 

@@ -33,7 +33,6 @@ def part(text: str) -> str:
         (part("kind: gsm8k, micro_batch_size_per_gpu: 3"), "micro_batch_size_per_gpu: 3: is for parts of kind model"),
         ("reward.clip_range=[1,-1]", "error reward.clip_range: [1.0, -1.0]: has to be a lower and a higher score"),
         ("reward.overlong_buffer={enable: true, len: 17}", "error reward.overlong_buffer.len: 17: is longer than"),
-        ("model.use_remove_padding=true", "error model.use_remove_padding: true: packs sequences in supervised"),
     ],
 )  # fmt: skip
 def test_refused(tmp_path: Path, override: str, expected: str) -> None:

@@ -30,7 +30,7 @@ from tests.support.tools import load_tool
 FOLDERS = ("megappo", "tests", "tools", "launch", "yaml", "docs", "requirements")
 MAKEFILE = ROOT / "Makefile"
 METRIC = re.compile(
-    r"(actor|critic|sft|dpo|reward_model|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data|replay|filter_groups)/[a-z0-9_]+"
+    r"(actor|critic|sft|dpo|reward_model|reward|kl|response_length|prompt_length|rollout|hybrid|time|perf|data|replay|filter_groups|balance|global_seqlen)/[a-z0-9_]+"
 )
 INTERNAL = {"rollout/weight", "rollout/weight_squared"}
 """Moments that `rollout/ess` is made of; they leave no trace in the metrics."""
