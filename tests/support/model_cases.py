@@ -15,6 +15,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
 LANGUAGE_MODELS = (
     *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1",
 )  # fmt: skip
@@ -42,7 +44,9 @@ def make_models(root: Path) -> None:
         "qwen3_moe_dense_layer": lambda folder: tiny_model(folder, "qwen3_moe", mlp_only_layers=[0]),
         MOE_VALUE_MODEL: lambda folder: tiny_model(folder, "qwen3_moe", value_head=True, norm_topk_prob=True),
         VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
-        "phi3_kv1": lambda folder: tiny_model(folder, "phi3", num_kv_heads=1, vocab_size=131),
+        "phi3_kv1": lambda folder: tiny_model(
+            folder, "phi3", num_kv_heads=1, vocab_size=131, rope_parameters=HALF_ROPE
+        ),
         "gemma3_kv1": lambda folder: tiny_model(
             folder, "gemma3_text", **VARIED_SETTINGS["gemma3_text"] | {"tied": False}, num_kv_heads=1, vocab_size=131
         ),

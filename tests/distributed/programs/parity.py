@@ -201,7 +201,7 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     kind = folder.name.partition("+")[2] or None
     config = load_experiment(config_file, [*overrides, f"trainer.run_dir={folder / 'run'}"])
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
-    model_path = Path(config.model.path)
+    model_paths = {"actor": Path(config.model.path), "critic": Path(config.critic.path or config.model.path)}
     with broken(kind):
         trainer = build_ppo(config, mesh)
         if not folder.name.startswith("native"):
@@ -210,11 +210,11 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
         if isinstance(trainer.critic, CriticWorker):
             roles["critic"] = trainer.critic.engine
         for role, engine in roles.items():
-            fill_adapters(engine.optimizer.wrapped.module, read_model(model_path), mesh)
-            _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_path)
+            fill_adapters(engine.optimizer.wrapped.module, read_model(model_paths[role]), mesh)
+            _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_paths[role])
         trainer.fit()
     for role, engine in roles.items():
-        export_trained(engine.optimizer.wrapped.module, read_model(model_path), mesh, folder / f"{role}-weights")
+        export_trained(engine.optimizer.wrapped.module, read_model(model_paths[role]), mesh, folder / f"{role}-weights")
     trainer.collector.reward.close()  # type: ignore[union-attr]
     # The default group stays: torchrun's store does not take a second one with the same names.
     parallel_state.destroy_model_parallel()
