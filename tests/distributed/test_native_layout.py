@@ -10,7 +10,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import tiny_model
 
-MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe")
+MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "mixtral")
 NUM_PROMPTS = 7
 NEW_TOKENS = 10
 
@@ -25,6 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "odd", "qwen2", seed=3, tied=True, vocab_size=131, num_kv_heads=1)
     tiny_model(folder / "qwen2_moe", "qwen2_moe", seed=4)
     tiny_model(folder / "qwen3_moe", "qwen3_moe", seed=5, num_layers=4, mlp_only_layers=[1], norm_topk_prob=True)
+    tiny_model(folder / "mixtral", "mixtral", seed=6)
     generator = torch.Generator().manual_seed(0)
     for name in MODELS:
         lengths = torch.randint(1, 30, (NUM_PROMPTS,), generator=generator).tolist()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-FamilyName = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+FamilyName = Literal["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"]
 FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
 """The dense families."""
 
@@ -45,13 +45,16 @@ def tiny_model(
     import transformers
 
     names = {
-        "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe"
+        "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
+        "mixtral": "Mixtral",
     }  # fmt: skip
     name = names[family]
     if not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
         settings["head_dim"] = head_dim or hidden_size // num_heads
     if family.endswith("_moe"):
         settings = EXPERT_SETTINGS | settings
+    if family == "mixtral":  # which has no dense size beside
+        settings = {"num_local_experts": 4, "num_experts_per_tok": 2} | settings
     if family == "qwen2_moe":
         settings.setdefault("shared_expert_intermediate_size", 24)
     config = getattr(transformers, f"{name}Config")(

@@ -3,13 +3,14 @@
 from megappo.models.families.base import Family
 from megappo.models.families.deepseek_v3 import DeepseekV3
 from megappo.models.families.llama import Llama
+from megappo.models.families.mixtral import Mixtral
 from megappo.models.families.qwen2 import Qwen2
 from megappo.models.families.qwen2_moe import Qwen2Moe
 from megappo.models.families.qwen3 import Qwen3
 from megappo.models.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe())
+    family.model_type: family for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe(), Mixtral())
 }
 
 PLANNABLE: dict[str, Family] = {family.model_type: family for family in (DeepseekV3(),)}
