@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mistral", "phi3", "glm", "glm4", "gemma2", "gemma3_text",
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral", "phi3", "glm", "glm4", "gemma2",
+    "gemma3_text",
 )  # fmt: skip
 """`model_type`s that megappo builds."""
+
+EXPERT_ROWS = {
+    "qwen2_moe": "moe_intermediate_size", "qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size",
+}  # fmt: skip
+"""Of families with experts, the key of their rows."""
 
 
 class ModelFolderError(Exception):
@@ -61,7 +67,8 @@ def read_model_facts(folder: str) -> ModelFacts:
             f"the families are {', '.join(FAMILIES)}",
         )
     num_heads = _size(config, "num_attention_heads")
-    has_experts = model_type.endswith("_moe")
+    rows_key = EXPERT_ROWS.get(model_type)
+    has_experts = rows_key is not None
     # transformers 5 renames the number of experts of Qwen3-MoE on saving.
     experts_key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
     return ModelFacts(
@@ -73,7 +80,7 @@ def read_model_facts(folder: str) -> ModelFacts:
         hidden_size=config.get("hidden_size"),
         vocab_size=config.get("vocab_size"),
         num_experts=_size(config, experts_key) if has_experts else None,
-        expert_rows=_size(config, "moe_intermediate_size") if has_experts else None,
+        expert_rows=_size(config, rows_key) if rows_key is not None else None,
     )
 
 

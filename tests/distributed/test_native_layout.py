@@ -11,7 +11,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model
 
 VARIED: tuple[FamilyName, ...] = ("phi3", "glm4", "gemma2", "gemma3_text")
-MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", *VARIED)
+MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "mixtral", *VARIED)
 NUM_PROMPTS = 7
 NEW_TOKENS = 10
 
@@ -26,7 +26,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "odd", "qwen2", seed=3, tied=True, vocab_size=131, num_kv_heads=1)
     tiny_model(folder / "qwen2_moe", "qwen2_moe", seed=4)
     tiny_model(folder / "qwen3_moe", "qwen3_moe", seed=5, num_layers=4, mlp_only_layers=[1], norm_topk_prob=True)
-    for number, family in enumerate(VARIED, start=6):
+    tiny_model(folder / "mixtral", "mixtral", seed=6)
+    for number, family in enumerate(VARIED, start=7):
         num_kv_heads = 1 if family == "gemma3_text" else 2
         tiny_model(folder / family, family, seed=number, num_kv_heads=num_kv_heads, **VARIED_SETTINGS[family])
     generator = torch.Generator().manual_seed(0)

@@ -1,5 +1,5 @@
-"""Choices of experts that are taken over, and the routers' losses, give the one-rank gradients on every layout; with the
-rollout's own choices its log-probs are the trainer's, where near-ties let rounding choose."""
+"""Choices of experts that are taken over, and the routers' losses, give the one-rank gradients on every layout; and
+with the rollout's own choices its log-probs are the trainer's, where near-ties let rounding choose."""
 
 from pathlib import Path
 
@@ -13,9 +13,12 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 GRADIENT_LIMIT = 1e-5
 LOSSES = "model.moe.aux_loss_coeff=0.1,model.moe.z_loss_coeff=0.05,trainer.total_steps=2"
 REPLAY = f"actor.router_replay=rollout,{LOSSES}"
-OTHER_CUT = (
-    "actor.ppo_micro_batch_size_per_gpu=1,actor.log_prob_micro_batch_size_per_gpu=4,"
-    "critic.ppo_micro_batch_size_per_gpu=4"
+OTHER_CUT = ",".join(
+    [
+        "actor.ppo_micro_batch_size_per_gpu=1",
+        "actor.log_prob_micro_batch_size_per_gpu=4",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+    ]
 )
 SP = "layout.tp=2,layout.sequence_parallel=true"
 ONE_RANK = {

@@ -21,7 +21,7 @@ LANGUAGE_MODELS = (
     *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1",
 )  # fmt: skip
 """Cases with logits, float32; the last five have one KV head, or a vocabulary that no TP size divides."""
-MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer")
+MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer", "mixtral")
 """Cases with experts: weights of a token's experts that sum to 1; a shared expert, and weights that don't; a layer
 without experts."""
 MOE_VALUE_MODEL = "qwen3_moe_value"
@@ -42,6 +42,7 @@ def make_models(root: Path) -> None:
         "qwen3_moe": lambda folder: tiny_model(folder, "qwen3_moe", norm_topk_prob=True, max_shard_size="20KB"),
         "qwen2_moe": lambda folder: tiny_model(folder, "qwen2_moe", tied=True),
         "qwen3_moe_dense_layer": lambda folder: tiny_model(folder, "qwen3_moe", mlp_only_layers=[0]),
+        "mixtral": lambda folder: tiny_model(folder, "mixtral", num_kv_heads=1),
         MOE_VALUE_MODEL: lambda folder: tiny_model(folder, "qwen3_moe", value_head=True, norm_topk_prob=True),
         VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
         "phi3_kv1": lambda folder: tiny_model(

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mistral", "phi3", "glm", "glm4", "gemma2", "gemma3_text"
-]
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral", "phi3", "glm", "glm4", "gemma2",
+    "gemma3_text",
+]  # fmt: skip
 FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
 """The dense families that have nothing but Llama's parts."""
 
@@ -70,12 +71,15 @@ def tiny_model(
         "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
         "mistral": "Mistral", "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gemma2": "Gemma2",
         "gemma3_text": "Gemma3Text",
+        "mixtral": "Mixtral",
     }  # fmt: skip
     name = names[family]
     if not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
         settings["head_dim"] = head_dim or hidden_size // num_heads
     if family.endswith("_moe"):
         settings = EXPERT_SETTINGS | settings
+    if family == "mixtral":  # which has no dense size beside
+        settings = {"num_local_experts": 4, "num_experts_per_tok": 2} | settings
     if family == "qwen2_moe":
         settings.setdefault("shared_expert_intermediate_size", 24)
     config = getattr(transformers, f"{name}Config")(

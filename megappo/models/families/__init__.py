@@ -7,6 +7,7 @@ from megappo.models.families.gemma3 import Gemma3Text
 from megappo.models.families.glm4 import Glm, Glm4
 from megappo.models.families.llama import Llama
 from megappo.models.families.mistral import Mistral
+from megappo.models.families.mixtral import Mixtral
 from megappo.models.families.phi3 import Phi3
 from megappo.models.families.qwen2 import Qwen2
 from megappo.models.families.qwen2_moe import Qwen2Moe
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
         Qwen3(),
         Qwen2Moe(),
         Qwen3Moe(),
+        Mixtral(),
         Mistral(),
         Phi3(),
         Glm(),

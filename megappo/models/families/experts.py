@@ -3,6 +3,8 @@
 The names on the left are Megatron's (and `models/experts.py`'s), those on the right Hugging Face's.
 """
 
+from dataclasses import dataclass
+
 from megappo.errors import ConfigError
 from megappo.models.families.base import HFConfig, ModelShape, MoeShape, required
 from megappo.models.families.decoder import LayerPart, dense_mlp, whole
@@ -15,9 +17,14 @@ EXPERTS_DOWN = "mlp.experts.weight2"
 
 
 def read_experts(
-    config: HFConfig, *, shared_ffn_size: int = 0, has_shared_gate: bool = False, norm_topk_prob: bool = False
+    config: HFConfig,
+    *,
+    shared_ffn_size: int = 0,
+    has_shared_gate: bool = False,
+    norm_topk_prob: bool = False,
+    ffn_key: str = "moe_intermediate_size",
 ) -> MoeShape:
-    """The sizes that the Qwen families share; ConfigError where a count can't be. `norm_topk_prob` is the default."""
+    """The sizes that the families share; ConfigError where a count can't be. `norm_topk_prob` is the default."""
     # transformers 5 renames the key of Qwen3-MoE on saving.
     num_experts = config.get("num_experts") or config.get("num_local_experts")
     if num_experts is None:
@@ -34,7 +41,7 @@ def read_experts(
     return MoeShape(
         num_experts=int(num_experts),
         top_k=top_k,
-        ffn_size=int(required(config, "moe_intermediate_size")),
+        ffn_size=int(required(config, ffn_key)),
         shared_ffn_size=shared_ffn_size,
         has_shared_gate=has_shared_gate,
         norm_topk_prob=norm_topk_prob if stored is None else bool(stored),
@@ -64,12 +71,22 @@ def experts_mlp(shape: ModelShape, layer: int) -> LayerPart:
     return part
 
 
-def routed_experts(shape: ModelShape, layer: int) -> LayerPart:
+@dataclass(frozen=True)
+class ExpertNames:
+    """Hugging Face's names in a layer: the part with the router `gate` and the experts, and an expert's matrices."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+def routed_experts(shape: ModelShape, layer: int, names: ExpertNames = ExpertNames()) -> LayerPart:
     """Router and experts: two rules, each for all experts of the layer."""
     moe = shape.moe
     assert moe is not None, "a model of this family has experts"
-    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}.mlp."
-    gate, up, down = (f"{theirs}experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}.{names.block}."
+    gate, up, down = (f"{theirs}experts.{{expert}}.{name}.weight" for name in (names.gate, names.up, names.down))
     tensors: dict[str, Shape] = {f"{theirs}gate.weight": (moe.num_experts, shape.hidden_size)}
     for expert in range(moe.num_experts):
         tensors[gate.format(expert=expert)] = (moe.ffn_size, shape.hidden_size)

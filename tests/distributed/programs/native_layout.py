@@ -30,7 +30,19 @@ from megappo.models.weight_map import Rule
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 
 WORLD = 4
-MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "phi3", "glm4", "gemma2", "gemma3_text")
+MODELS = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "odd",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "phi3",
+    "glm4",
+    "gemma2",
+    "gemma3_text",
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, ignore_eos=True)
 LIMITS: dict[str, Any] = {"decode": str, "eos_ids": [2], "max_num_seqs": 4, "max_num_batched_tokens": 48}
@@ -51,7 +63,7 @@ CASES = {
     "tp2 pp2": Case(LayoutConfig(tp=2, pp=2), (1, 2, 4), ("odd", "qwen3", "gemma3_text")),
     "dp4": Case(LayoutConfig(), (2, 4), ("qwen3", "phi3")),
     "pp2 dp2": Case(LayoutConfig(pp=2), (1, 2, 4), ("llama", "qwen2_moe", "qwen3_moe")),
-    "dp4 ep2": Case(LayoutConfig(ep=2), (1, 2, 4), ("qwen3_moe",)),
+    "dp4 ep2": Case(LayoutConfig(ep=2), (1, 2, 4), ("qwen3_moe", "mixtral")),
     "tp2 dp2 ep2": Case(LayoutConfig(tp=2, ep=2, sequence_parallel=True), (1, 2, 4), ("qwen2_moe",)),
 }
 

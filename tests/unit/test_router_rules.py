@@ -1,0 +1,86 @@
+"""What may be asked of routers: each refusal with its way out; and their losses against hand arithmetic."""
+# ruff: noqa: E501  a line of a table is one case, with the whole message
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megappo.config.checks_experts import expert_problems
+from megappo.config.load import load_experiment
+from megappo.engines.routing import RoutingStatistics, loads_of
+from megappo.models.families.base import MoeShape
+from megappo.models.router import MicroRouting, Routing
+from tests.support.experiments import write_experiment
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6}
+REPLAY, GATHER = "actor.router_replay=rollout", "model.moe.dispatcher=allgather"
+
+
+def found(folder: Path, *overrides: str, **model: object) -> list[str]:
+    config = load_experiment(write_experiment(folder, **model), overrides)
+    return [problem.text() for problem in expert_problems(config)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([REPLAY, "rollout.engine=vllm"], "actor.router_replay: rollout: rollout.engine vllm does not tell which experts it used; old_log_probs, or rollout.engine native"),
+        ([REPLAY, "rollout.multi_turn.enable=true"], "separate requests"),
+        ([REPLAY, "replay.size=8"], "without recorded experts"),
+        ([REPLAY, "trainer.kind=sft"], "trainer.kind sft has none"),
+        (["actor.router_replay=old_log_probs", "algorithm.rollout_correction.bypass_mode=true"], "leaves out the old log-prob pass"),
+        ([GATHER, "layout.ep=2"], "the ep 2 · etp 1 = 2 ranks that share experts would have to hold the same number of tokens"),
+        ([GATHER, "layout.pp=2"], "over layout.pp 2 stages"),
+    ],
+)  # fmt: skip
+def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    lines = found(tmp_path, *overrides, **EXPERTS)
+    assert len(lines) == 1, lines
+    assert expected in lines[0]
+
+
+def test_what_is_allowed(tmp_path: Path) -> None:
+    assert (
+        found(tmp_path, REPLAY, GATHER, "layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", **EXPERTS) == []
+    )
+    assert found(tmp_path, REPLAY, "algorithm.rollout_correction.bypass_mode=true", **EXPERTS) == []
+
+
+@pytest.mark.parametrize("setting", [REPLAY, GATHER, "model.moe.aux_loss_coeff=0.1", "model.moe.z_loss_coeff=0.1"])
+def test_a_dense_model_has_no_routers(tmp_path: Path, setting: str) -> None:
+    (line,) = found(tmp_path, setting)
+    assert line.startswith(setting.partition("=")[0]) and "is for models with experts" in line
+
+
+def test_metrics_of_a_load_by_hand() -> None:
+    """Two layers, 3 experts, 4 tokens that go to one expert each: loads 4 0 0 and 2 1 1."""
+    sums = torch.tensor(
+        [[4, 0, 0, 2.0, 1.0, 1.0, 8.0, 0], [2, 1, 1, 2.0, 1.0, 1.0, 4.0, 2]], dtype=torch.float64
+    )  # fmt: skip
+    metrics = RoutingStatistics(sums, num_experts=3, top_k=1).metrics
+    # 3/16 · (4 · 2) = 1.5 and 3/16 · (2 · 2 + 1 + 1) = 1.125
+    assert metrics == pytest.approx(
+        {"router_aux_loss": 1.3125, "router_z_loss": 1.5, "router_max_load": 3.0, "router_changed": 0.25}
+    )
+
+
+def test_loads_of_a_record_leave_out_what_was_not_recorded() -> None:
+    experts = torch.tensor([[[0, 1], [2, 1]], [[1, 2], [-1, -1]]], dtype=torch.int16)
+    assert loads_of([experts], 3).tolist() == [[1, 2, 1], [0, 1, 1]]
+
+
+def test_layers_that_run_again_find_their_own_micro_batch() -> None:
+    """Two micro-batches forward without gradients, then both again, in order, before their backward."""
+    routing = Routing(MoeShape(num_experts=2, top_k=1, ffn_size=4), (0,))
+    first, second = (MicroRouting(torch.ones(1, dtype=torch.bool)) for _ in range(2))
+    with torch.no_grad():
+        for micro in (first, second):
+            routing.begin(micro, is_update=True)
+            assert routing.current(0) == (micro, False)
+    assert routing.current(0)[0] is first
+    assert routing.current(0) == (second, True)
+    # Without recomputation a layer runs once, with gradients.
+    third = MicroRouting(torch.ones(1, dtype=torch.bool))
+    routing.begin(third, is_update=True)
+    assert routing.current(0)[0] is third
