@@ -20,7 +20,7 @@ from megappo.models.architecture import ModelSpec, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
-from megappo.models.recompute import check_recompute
+from megappo.models.recompute import check_recompute, keep_gradient_path
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
 from megappo.models.spec import Dispatcher, Experts, Layers, block_spec
@@ -85,6 +85,8 @@ def build_model(
     if shape.rope_scaling is not None:
         # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    if recompute.granularity == "full" and mesh.is_first_stage:
+        model.embedding.register_forward_hook(keep_gradient_path)
     if head == "value" and mesh.is_last_stage:
         model.output_layer = ValueHead(
             shape.hidden_size,

@@ -1,4 +1,7 @@
-"""Whether a model's layers have what is to be recomputed: Megatron passes over what they have not without a word."""
+"""Recompute where Megatron says nothing: modules that a model's layers have not, and embeddings that don't learn."""
+
+import torch
+from torch import Tensor, nn
 
 from megappo.config.recompute import Recompute
 from megappo.errors import ConfigError
@@ -25,3 +28,10 @@ def check_recompute(shape: ModelShape, recompute: Recompute, *, has_fused_norms:
         reason = absent.get(module)
         if reason is not None:
             raise ConfigError(f"model.recompute_modules: {module}, but {reason}")
+
+
+def keep_gradient_path(_: nn.Module, __: object, hidden: Tensor) -> Tensor:
+    """A forward hook of the embedding. A recomputed layer has gradients only where its input has one (Megatron's
+    checkpoint is torch's reentrant kind), which it has not where the embedding is frozen."""
+    is_missing = torch.is_grad_enabled() and not hidden.requires_grad
+    return hidden.requires_grad_() if is_missing else hidden

@@ -17,12 +17,16 @@ ROPE_TABLE = LENGTH * HIDDEN // 4 * 4
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """By the number of layers of a llama model: what each kind of recompute keeps."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("recompute")
     models = [tiny_model(folder / str(layers), num_layers=layers, hidden_size=HIDDEN) for layers in (2, 4)]
-    result = run_ranks("tests.distributed.programs.recompute", "--models", *models, nproc=1)
-    return {int(layers): cases for layers, cases in result.items()}
+    return dict(run_ranks("tests.distributed.programs.recompute", "--models", *models, nproc=1))
+
+
+@pytest.fixture
+def found(results: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By the number of layers of a llama model: what each kind of recompute keeps."""
+    return {layers: results[str(layers)] for layers in (2, 4)}
 
 
 def a_layer(found: dict[int, dict[str, Any]], case: str) -> float:
@@ -61,3 +65,8 @@ def test_norms_that_are_made_again_add_their_gradients_in_another_order(found: d
         for ours, theirs in pairs:
             size = max(map(abs, theirs))
             assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1e-6 * size
+
+
+def test_layers_learn_behind_a_frozen_embedding(results: dict[str, dict[str, Any]]) -> None:
+    ours, theirs = results["frozen"]["uniform-1"], results["frozen"]["none"]
+    assert ours == theirs and ours.count(None) == 1

@@ -56,6 +56,18 @@ def kept_bytes(folder: Path, mesh: Mesh, recompute: Recompute) -> dict[str, Any]
     }
 
 
+def frozen_embedding(folder: Path, mesh: Mesh, recompute: Recompute) -> list[list[float] | None]:
+    """Gradients where the embedding does not learn."""
+    spec = read_model(folder)
+    model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm", recompute=recompute)
+    import_hf(model, spec, mesh)
+    model.embedding.requires_grad_(False)
+    tokens = (torch.arange(BATCH * LENGTH) % 97).reshape(BATCH, LENGTH)
+    model(tokens, torch.arange(LENGTH).expand(BATCH, LENGTH), None).log_softmax(-1)[..., 7].square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [None if gradient is None else gradient.double().flatten().tolist() for gradient in gradients]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path, nargs="+", required=True)
@@ -65,6 +77,9 @@ def main() -> None:
     results = {
         folder.name: {name: kept_bytes(folder, mesh, recompute) for name, recompute in CASES.items()}
         for folder in arguments.models
+    }
+    results["frozen"] = {
+        name: frozen_embedding(arguments.models[0], mesh, CASES[name]) for name in ("none", "uniform-1")
     }
     arguments.out.write_text(json.dumps(results))
     stop_mesh()
