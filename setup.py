@@ -43,6 +43,7 @@ EXTRAS_REQUIRE = {
         "types-PyYAML>=6,<7",
         "types-psutil>=6,<8",
         "gguf>=0.17,<0.20",  # tools/import_gguf.py
+        "peft>=0.18,<0.22",  # a test loads exported adapters with it
         "accelerate>=1,<2",  # transformers de-quantises GGUF files with it
     ],
 }

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.support.parity import Runs, largest_difference, read_folder, run_layouts, write_experiment
 from tests.support.ranks import run_ranks
+from tests.support.runs import learning, megappo, succeed, write_run_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
@@ -164,3 +165,23 @@ def test_peft_computes_the_same_log_probs(inside: Inside, name: str) -> None:
     with torch.no_grad():
         theirs = model(ours["tokens"]).logits.log_softmax(-1)
     assert float((ours["log_probs"][..., : theirs.shape[-1]] - theirs).abs().max()) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit_and_other_adapters_are_refused(tmp_path: Path) -> None:
+    words: list[object] = [write_run_experiment(tmp_path), "trainer.total_steps=4", "trainer.save_freq=2"]
+    words += ["model.lora.rank=4", "critic.lora.rank=4", "model.lora.type=dora", "model.lora.dropout=0.1"]
+    words += ["trainer.export_hf=true"]
+    run = tmp_path / "run"
+    succeed("train", *words)
+    through = learning(run, after=2), load_file(run / "hf" / "latest" / "adapter_model.safetensors")
+    resumed = f"trainer.resume={run / 'checkpoints' / 'step-000002'}"
+    refused = megappo("train", *words, resumed, "model.lora.rank=2")
+    assert refused.code == 2 and "its actor was trained with model.lora" in refused.err
+    succeed("train", *words, resumed)
+    adapter = load_file(run / "hf" / "latest" / "adapter_model.safetensors")
+    assert learning(run, after=2) == through[0]
+    assert all(torch.equal(tensor, through[1][name]) for name, tensor in adapter.items())
+    succeed("convert", "--from", run / "checkpoints" / "latest", "--to", tmp_path / "adapter")
+    converted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, converted[name]) for name, tensor in adapter.items())
