@@ -46,7 +46,7 @@ class Balance:
         """
         lengths = torch.zeros(self.plan.sequences, dtype=torch.float64)
         lengths[batch.positions] = batch.lengths.double()
-        tokens = [int(length) for length in sum_over(self.mesh.dp_group, self.mesh.device)(lengths)]
+        tokens = [int(length) for length in sum_over(self.mesh.dp_group, self.mesh.device)(lengths).tolist()]
         work = [6 * self.hidden_size * count + count * count for count in tokens]
         before = [self.plan.positions_of(rank) for rank in range(self.plan.dp)]
         after = dealt_evenly(work, self.plan.run, self.plan.dp)

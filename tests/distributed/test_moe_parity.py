@@ -11,11 +11,17 @@ WEIGHT_LIMIT = 1e-3
 SP = "layout.tp=2,layout.sequence_parallel=true"
 PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
 RECOMPUTE = "model.recompute_granularity=selective,model.recompute_modules=[moe,shared_experts,layernorm]"
+DYNAMIC = (
+    "model.use_remove_padding=true,actor.use_dynamic_bsz=true,actor.ppo_micro_batch_size_per_gpu=null,"
+    "actor.ppo_max_token_len_per_gpu=60,critic.ppo_max_token_len_per_gpu=100"
+)
 ONE_RANK = {"one": "", "sequential": "model.experts=sequential"}
 TWO_RANKS = {
     "dp2": "",
     "pp2": "layout.pp=2",
     "ep2": "layout.ep=2",
+    # Micro-batches of different numbers of sequences on the two ranks that share experts.
+    "ep2-dynamic": f"layout.ep=2,{DYNAMIC}",
     "ep2-sequential": "layout.ep=2,model.experts=sequential",
     "ep2-plain-optimizer": f"layout.ep=2,{PLAIN_OPTIMIZER}",
     # Whole experts on both TP ranks: copies for experts, shards for everything else.

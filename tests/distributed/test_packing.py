@@ -30,7 +30,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(("layout", "way"), WAYS)
 def test_log_probs_values_and_losses_are_those_of_padded_sequences(results: Results, layout: str, way: str) -> None:
     ours, expected = results[layout][0][way], results["one"][0]["padded"]
-    for name in ("log_probs", "values"):
+    for name in ("log_probs", "values", "scores"):
         difference = float((ours[name] - expected[name]).abs().max())
         print(f"{layout:<8}{way:<9}{name:<10}{difference:.1e}")
         assert difference <= LIMIT_OF_DIFFERENCE and float(expected[name].abs().max()) > 0.1
@@ -52,7 +52,7 @@ def test_uneven_ranks_make_as_many_micro_batches_and_the_one_rank_update(results
     assert_same_gradients(first, expected)
     for name in ("vanilla", "gspo", "critic"):
         assert_same_metrics(first[name][1], expected[name][1])
-    for name in ("log_probs", "values"):
+    for name in ("log_probs", "values", "scores"):
         both = torch.cat([first[name], second[name]])
         assert float((both - expected[name]).abs().max()) <= LIMIT_OF_DIFFERENCE
 

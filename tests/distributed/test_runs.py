@@ -41,6 +41,22 @@ def test_one_minibatch_a_step_is_exactly_on_policy(experiment: Path, tmp_path: P
     assert lines[0]["kl/mean"] == pytest.approx(0.0, abs=1e-6) and abs(lines[2]["kl/mean"]) > 1e-5
 
 
+def test_micro_batches_by_tokens_are_exactly_on_policy(experiment: Path, tmp_path: Path) -> None:
+    """Log-probs and updates pack other sequences together, and the exact KL runs the reference on the actor's."""
+    succeed(
+        "train", experiment, f"trainer.run_dir={tmp_path}", "trainer.total_steps=2", "actor.ppo_mini_batch_size=4",
+        "actor.ppo_epochs=1", "model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "data.val_files=[]",
+        "actor.ppo_micro_batch_size_per_gpu=null", "actor.ppo_max_token_len_per_gpu=40",
+        "actor.log_prob_max_token_len_per_gpu=80", "ref.log_prob_max_token_len_per_gpu=33",
+        "actor.kl_loss_type=full", "trainer.save_last=false",
+    )  # fmt: skip
+    lines = learning(tmp_path)
+    for line in lines:
+        assert abs(line["actor/ppo_kl"]) <= 1e-6 and line["actor/pg_clipfrac"] == 0.0, line
+        assert 3 <= line["actor/micro_batches"] < 8 and line["actor/grad_norm"] > 1e-3
+    assert lines[0]["kl/mean"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_rate_0_changes_no_weight(experiment: Path, tmp_path: Path) -> None:
     """Two minibatches, two epochs, two steps: every update is on-policy, and the export is the model to the bit."""
     succeed(

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.workers.actor import ActorWorker, estimated_kl
 from megappo.workers.critic import CriticWorker
 from megappo.workers.cutting import Cutter
+from megappo.workers.pairs import summed
 from megappo.workers.policy import LogProbs
+from megappo.workers.scores import scored_batch, scores_at_tokens
 from tests.distributed.programs.parity import whole_gradients
 
 LIMIT = 40
@@ -105,6 +108,7 @@ def run_layout(mesh: Mesh, models: Path) -> dict[str, Any]:
         critic = CriticWorker(critic_engine, CriticConfig(), update_cut=cut, forward_cut=cut, scale_length=7)
         gradients, metrics = first_gradients(critic_engine, lambda: critic.update(batch))  # noqa: B023
         result = {"tokens": counts, "values": critic.fill_values(batch).get("values"), "critic": (gradients, metrics)}
+        result["scores"] = scores(critic_engine, cut, batch)
         for kind, config in actor_configs().items():
             actor = ActorWorker(
                 actor_engine, config, log_probs, scale_length=7, update_cut=cut, forward_cut=cut,
@@ -123,6 +127,14 @@ def actor_configs() -> dict[str, ActorConfig]:
         "vanilla": ActorConfig.model_validate(both),
         "gspo": ActorConfig.model_validate(both | {"policy_loss": {"loss_mode": "gspo"}}),
     }
+
+
+def scores(engine: TrainingEngine, cut: Cutter, batch: ExperienceBatch) -> Tensor:
+    """[sequences]: what the value head says at the last token of each, as a reward model."""
+    ends = batch.cu_seqlens.tolist()
+    scored = scored_batch([batch.token_ids[a:b].tolist() for a, b in pairwise(ends)], pad_id=None)
+    made = cut(scored)
+    return summed(scored, made.restored(engine.per_token(made.micros, scores_at_tokens)))
 
 
 def perturbed(batch: ExperienceBatch) -> ExperienceBatch:
