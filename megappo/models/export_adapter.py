@@ -6,6 +6,7 @@ The whole model with the adapters in it is written by `export_hf.py`.
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from megappo.config.lora import LoraConfig
 from megappo.models.adapter_map import AdapterTarget, adapter_map, adapter_targets, short_names
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
-from megappo.models.export_hf import agreed_head, assembled, gathered, prepare_folder
+from megappo.models.export_hf import agreed_head, gathered, prepare_folder
 from megappo.models.hf_folder import copy_companions
 from megappo.models.stage_parameters import stage_parameters
-from megappo.models.weight_map import Head
+from megappo.models.weight_map import Head, Rule, WeightMap
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
@@ -48,9 +49,7 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
     merge = Merge(model)
     mine: dict[str, Tensor] = {}
     for parameter in stage_parameters(model, weight_map, is_partial=True):
-        shards = gathered(parameter, mesh, merge)
-        if shards:
-            mine |= {name: tensor.clone() for name, tensor in assembled(parameter.rule, shards, weight_map)}
+        put_rows(mine, parameter.rule, gathered(parameter, mesh, merge), weight_map)
     # Adapters are small: the writer takes them all.
     parts = gather_objects(mine, mesh.world_group)
     if mesh.is_writer:
@@ -65,6 +64,23 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
         partial.rename(out)
     if mesh.world_size > 1:
         dist.barrier()
+
+
+def put_rows(tensors: dict[str, Tensor], rule: Rule, shards: Sequence[Tensor], weight_map: WeightMap) -> None:
+    """Writes the rows of an adapter's parameter, of which `shards` are all TP ranks', into PEFT's tensors.
+
+    A projection that is several blocks of its layer has its B in several parameters.
+    """
+    axis = rule.axis or 0
+    for tp_rank, shard in enumerate(shards):
+        offset = 0
+        for segment in rule.shard(len(shards), tp_rank):
+            if segment.source is not None:
+                shape = weight_map.tensors[segment.source]
+                whole = tensors.setdefault(segment.source, torch.zeros(shape, dtype=shard.dtype))
+                rows = shard.narrow(axis, offset, segment.length)
+                whole.narrow(axis, segment.start, segment.length).copy_(rows)
+            offset += segment.length
 
 
 def peft_config(spec: ModelSpec, lora: LoraConfig, targets: tuple[AdapterTarget, ...], head: Head) -> dict[str, Any]:

@@ -17,7 +17,8 @@ GRADIENT_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
 LORA = "model.lora.rank=3,critic.lora.rank=3"
 DORA = f"{LORA},model.lora.type=dora,critic.lora.type=dora"
-ONE_RANK = {"one": LORA, "one-dora": DORA, "one-full": ""}
+MOE = 'model.path={moe},algorithm.adv_estimator=grpo,model.lora.rank=3,model.lora.target_modules=["*.self_attn.*"]'
+ONE_RANK = {"one": LORA, "one-dora": DORA, "one-moe": MOE}
 TWO_RANKS = {
     "tp2": f"{LORA},layout.tp=2",
     "tp2-sp": f"{LORA},layout.tp=2,layout.sequence_parallel=true",
@@ -26,6 +27,7 @@ TWO_RANKS = {
     "tp2-dora": f"{DORA},layout.tp=2",
     "tp2-sp-dora": f"{DORA},layout.tp=2,layout.sequence_parallel=true",
 }
+EP2 = {"ep2-moe": f"{MOE},layout.ep=2"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2", num_kv_heads=1, tied=True))
     critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2", num_kv_heads=1, tied=True, value_head=True, seed=1))
     config = write_experiment(folder, actor, critic)
-    metrics = run_layouts(folder, config, 1, ONE_RANK) | run_layouts(folder, config, 2, TWO_RANKS)
+    moe = tiny_tokenizer(tiny_model(folder / "moe", "qwen3_moe"))
+    one, two = ({name: words.format(moe=moe) for name, words in runs.items()} for runs in (ONE_RANK, TWO_RANKS | EP2))
+    metrics = run_layouts(folder, config, 1, one) | run_layouts(folder, config, 2, two)
     return Runs(folder, {"actor": actor, "critic": critic}, metrics)
 
 
@@ -58,6 +62,13 @@ def test_losses_and_gradient_norms_of_all_steps_equal_one_rank(runs: Runs, name:
             assert abs(ours[key] - one[key]) <= LOSS_LIMIT * max(abs(one[key]), 1), key
         for key in ("actor/grad_norm", "critic/grad_norm"):
             assert abs(ours[key] - one[key]) <= 1e-4 * one[key], key
+
+
+def test_adapters_of_the_attention_beside_spread_experts_have_the_gradients_of_one_rank(runs: Runs) -> None:
+    ours, one = (runs.folder / run / "actor-gradients" for run in ("ep2-moe", "one-moe"))
+    assert len(read_folder(one)) == 2 * 4 * 2
+    worst = largest_difference(ours, one)
+    assert worst.relative <= GRADIENT_LIMIT, worst
 
 
 def test_every_adapter_has_a_gradient_and_so_has_the_value_head(runs: Runs) -> None:
@@ -117,6 +128,11 @@ def test_new_adapters_and_such_that_are_off_change_no_bit(inside: Inside, name: 
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_merged_weights_compute_what_adapters_beside_them_do(inside: Inside, name: str) -> None:
     assert inside.results[name]["merged_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_layers_that_are_computed_again_give_adapters_the_same_gradients(inside: Inside, name: str) -> None:
+    assert inside.results[name]["recomputed_equal"]
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "own-layout"])

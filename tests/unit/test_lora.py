@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from megappo.config.checks import check_experiment
 from megappo.config.load import load_experiment
@@ -10,8 +11,9 @@ from megappo.config.lora import LoraConfig
 from megappo.config.problem import Severity
 from megappo.errors import ConfigError
 from megappo.models.adapter_map import adapter_map, adapter_targets, short_names
+from megappo.models.export_adapter import put_rows
 from megappo.models.families import FAMILIES
-from megappo.models.weight_map import Segment, WeightMap
+from megappo.models.weight_map import Rule, Segment, WeightMap
 from tests.support.experiments import write_experiment
 
 DENSE = {
@@ -91,3 +93,21 @@ def test_all_projections_of_a_model_with_experts_are_refused(tmp_path: Path) -> 
     assert [problem.remedy for problem in problems if problem.path == "model.lora.target_modules"] == [
         "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
     ]
+
+
+def test_a_projection_that_is_two_blocks_of_its_layer_has_one_b_in_the_file() -> None:
+    """Rows 0 to 3 and 4 to 7 of one projection, as two parameters, each cut over two ranks."""
+    whole = WeightMap(
+        {"model.layers.0.mlp.gate_up_proj.weight": (8, 4)},
+        (Rule(("decoder.layers.0.mlp.linear_fc1.weight",), 0, tuple(
+            (Segment("model.layers.0.mlp.gate_up_proj.weight", start, 4),) for start in (0, 4)
+        )),),
+    )  # fmt: skip
+    lora = LoraConfig(rank=2)
+    mapped = adapter_map(whole, adapter_targets(whole, lora.target_modules), lora, "lm")
+    expected = torch.arange(16.0).view(8, 2)
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(2):
+        (rule,) = (rule for rule in mapped.rules if rule.names[0].endswith(f"lora_B.{number}"))
+        put_rows(tensors, rule, list(expected[4 * number :][:4].chunk(2)), mapped)
+    assert torch.equal(tensors["base_model.model.model.layers.0.mlp.gate_up_proj.lora_B.weight"], expected)

@@ -58,6 +58,7 @@ def main() -> None:
         with adapters_off(model):
             result["equal_when_off"] = torch.equal(base, forward(model, tokens))
         result["merged_difference"] = merged_difference(model, spec, tokens)
+        result["recomputed_equal"] = recomputed_equal(trainer.actor.engine.optimizer, tokens)
         save_file({"tokens": tokens, "log_probs": forward(model, tokens)}, arguments.folder / "forward.safetensors")
         export_adapter(model, spec, mesh, arguments.folder / "adapter")
         export_hf(model, spec, mesh, arguments.folder / "merged")
@@ -92,6 +93,24 @@ def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
     for item, weight in zip(items, kept, strict=True):
         item.parameter.data.copy_(weight)
     return difference
+
+
+def recomputed_equal(optimizer: Optimizer, tokens: Tensor) -> bool:
+    """Whether adapters have the same gradients where layers are computed again in the backward pass."""
+    model = optimizer.wrapped.module
+    gradients = []
+    for granularity in (None, "full"):
+        model.config.recompute_granularity = granularity
+        model.config.recompute_method, model.config.recompute_num_layers = "uniform", 1
+        optimizer.zero_grad()
+        model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None).float().log_softmax(-1)[
+            ..., 0
+        ].sum().backward()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients.append(torch.cat([parameter.main_grad.flatten().clone() for parameter in trained]))
+    model.config.recompute_granularity = None
+    assert float(gradients[0].norm()) > 0
+    return torch.equal(*gradients)
 
 
 def fingerprint(model: GPTModel) -> str:
