@@ -57,7 +57,7 @@ class LogitRows(nn.Module):
         if self._output_layer.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._output_layer.tp_group)
         rows = hidden[self._step.tokens.logit_rows]
-        # Not through the layer, so that what `variants.py` hangs behind it is called here.
+        # The layer itself is not called, so that its hook, which caps logits (`variants.py`), does not run.
         logits = F.linear(rows, self.weight if weight is None else weight)
         return softcapped(logits, self._softcap), None
 
