@@ -128,8 +128,8 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def learning(run: Path, after: int = 0) -> list[dict[str, Any]]:
-    """The metrics of the steps after `after` without those that a clock or the memory makes, and without the check of
-    the switch, which the first step of every process has."""
+    """The metrics of the steps after `after` without those that a clock, the memory or the number of ranks makes, and
+    without the check of the switch, which the first step of every process has."""
     return [
         {name: value for name, value in line.items() if not _is_measured(name)}
         for line in metrics(run)
@@ -144,4 +144,9 @@ def status(run: Path) -> dict[str, Any]:
 
 def _is_measured(name: str) -> bool:
     measured = ("wall_time", "time/", "perf/", "hybrid/held", "hybrid/peak", "hybrid/probe")
-    return name.startswith(measured) or "seconds" in name or "tokens_per_second" in name
+    return name.startswith(measured) or "seconds" in name or "tokens_per_second" in name or is_of_ranks(name)
+
+
+def is_of_ranks(name: str) -> bool:
+    """Whether a metric says how sequences are spread over data-parallel ranks."""
+    return name.startswith(("balance/", "global_seqlen/")) or name.endswith("/micro_batches")
