@@ -48,7 +48,9 @@ class RoleBuilder:
 
     def critic(self, total_steps: int) -> TrainedRole:
         path = self.config.critic.path or self.config.model.path
-        return self._trained(path, "value", self.config.critic.optim, total_steps, self.config.critic.lora)
+        return self._trained(
+            path, "value", self.config.critic.optim, total_steps, self.config.critic.lora, "critic.lora"
+        )
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
@@ -63,11 +65,14 @@ class RoleBuilder:
         model = self._model(self.config.ref.path or self.config.model.path, "lm")
         return ModelEngine(model.requires_grad_(False), self.mesh)
 
-    def _trained(self, path: str, head: Head, optim: OptimConfig, total_steps: int, lora: LoraConfig) -> TrainedRole:
-        model = self._model(path, head, lora)
+    def _trained(
+        self, path: str, head: Head, optim: OptimConfig, total_steps: int, lora: LoraConfig, setting: str = "model.lora"
+    ) -> TrainedRole:
+        """`setting` is the section of `lora`, for messages."""
+        model = self._model(path, head, lora, setting)
         return TrainedRole(TrainingEngine(self.mesh, Optimizer(model, optim, total_steps)), model)
 
-    def _model(self, path: str, head: Head, lora: LoraConfig | None = None) -> GPTModel:
+    def _model(self, path: str, head: Head, lora: LoraConfig | None = None, setting: str = "model.lora") -> GPTModel:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
         model = build_model(
@@ -76,5 +81,5 @@ class RoleBuilder:
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         if lora is not None and has_lora:
-            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed)
+            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed, setting)
         return model
