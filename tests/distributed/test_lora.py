@@ -198,6 +198,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit_and_other_adapters
     adapter = load_file(run / "hf" / "latest" / "adapter_model.safetensors")
     assert learning(run, after=2) == through[0]
     assert all(torch.equal(tensor, through[1][name]) for name, tensor in adapter.items())
-    succeed("convert", "--from", run / "checkpoints" / "latest", "--to", tmp_path / "adapter")
+    succeed("convert", "--from", run / "checkpoints" / "latest", "--to", tmp_path / "adapter", "--tp", 2)
     converted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, converted[name]) for name, tensor in adapter.items())
