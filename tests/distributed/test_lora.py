@@ -141,6 +141,13 @@ def test_a_hundred_switches_leave_the_frozen_weights_and_the_engine_right(inside
     assert len(inside.results[name]["probes"]) == 2 and max(inside.results[name]["probes"]) <= 1e-5
 
 
+def test_adapted_matrices_alone_are_copied_and_only_into_another_layout(inside: Inside) -> None:
+    assert inside.results["lora"]["bytes_copied"] == 0
+    copied = inside.results["own-layout"]
+    assert copied["bytes_copied"] == copied["adapted_bytes"] > 0
+    assert inside.results["lora"]["stream_is_merged"] and inside.results["dora"]["stream_is_merged"]
+
+
 def test_adapters_take_at_most_half_of_what_full_training_takes(inside: Inside) -> None:
     """Optimizer, gradients and reference; of rank 3 on a hidden size of 32, which is much."""
     lora, full = (inside.results[name]["bytes"] for name in ("lora", "full"))
