@@ -23,7 +23,6 @@ TWO_RANKS = {
     "tp2": f"{LORA},layout.tp=2",
     "tp2-sp": f"{LORA},layout.tp=2,layout.sequence_parallel=true",
     "pp2": f"{LORA},layout.pp=2",
-    "dp2": LORA,
     "tp2-dora": f"{DORA},layout.tp=2",
     "tp2-sp-dora": f"{DORA},layout.tp=2,layout.sequence_parallel=true",
 }
