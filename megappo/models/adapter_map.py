@@ -42,9 +42,11 @@ class AdapterTarget:
         return self.rule.axis == 1
 
 
-def adapter_targets(weight_map: WeightMap, patterns: Sequence[str]) -> tuple[AdapterTarget, ...]:
+def adapter_targets(
+    weight_map: WeightMap, patterns: Sequence[str], setting: str = "model.lora"
+) -> tuple[AdapterTarget, ...]:
     """The layers of which `patterns` name a projection. ConfigError where one names nothing, experts, or other
-    projections in one layer than in another."""
+    projections in one layer than in another; `setting` is the section that has them."""
     candidates = _candidates(weight_map)
     names = {name: rule for rule in candidates for name in _modules(rule)}
     chosen = set()
@@ -52,10 +54,10 @@ def adapter_targets(weight_map: WeightMap, patterns: Sequence[str]) -> tuple[Ada
         matched = {name for name in names if _matches(name, pattern)}
         if not matched:
             possible = ", ".join(sorted({_last(name) for name in names}))
-            raise ConfigError(f"model.lora.target_modules: {pattern!r} names no projection; there are {possible}")
+            raise ConfigError(f"{setting}.target_modules: {pattern!r} names no projection; there are {possible}")
         chosen |= matched
-    _refuse_experts(chosen, names)
-    _refuse_uneven(chosen, names)
+    _refuse_experts(chosen, names, setting)
+    _refuse_uneven(chosen, names, setting)
     targets = []
     for rule in candidates:
         projections = tuple(name for name in _modules(rule) if name in chosen)
@@ -146,16 +148,16 @@ def _renamed(segment: Segment, projections: Sequence[str], ending: str) -> Segme
     return Segment(source, segment.start if source else 0, segment.length)
 
 
-def _refuse_experts(chosen: set[str], names: dict[str, Rule]) -> None:
+def _refuse_experts(chosen: set[str], names: dict[str, Rule], setting: str) -> None:
     experts = sorted(name for name in chosen if names[name].experts is not None or "expert" in name)
     if experts:
         raise ConfigError(
-            f"model.lora.target_modules: they name {experts[0]}, of an expert, which adapters are not made for; "
+            f"{setting}.target_modules: they name {experts[0]}, of an expert, which adapters are not made for; "
             "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
         )
 
 
-def _refuse_uneven(chosen: set[str], names: Iterable[str]) -> None:
+def _refuse_uneven(chosen: set[str], names: Iterable[str], setting: str) -> None:
     by_layer: dict[str, set[str]] = {}
     for name in names:
         found = _LAYER.fullmatch(name)
@@ -166,6 +168,6 @@ def _refuse_uneven(chosen: set[str], names: Iterable[str]) -> None:
     first = next(iter(by_layer.values()))
     if any(names != first for names in by_layer.values()):
         raise ConfigError(
-            "model.lora.target_modules: they name other projections in one layer than in another; name them as q_proj "
+            f"{setting}.target_modules: they name other projections in one layer than in another; name them as q_proj "
             "or *.self_attn.*, without a layer's number"
         )

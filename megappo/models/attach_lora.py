@@ -24,11 +24,20 @@ from megappo.models.weight_map import Block, Head, WeightMap, cut
 from megappo.parallel.mesh import Mesh
 
 
-def attach_lora(model: GPTModel, spec: ModelSpec, mesh: Mesh, lora: LoraConfig, head: Head, seed: int) -> None:
+def attach_lora(
+    model: GPTModel,
+    spec: ModelSpec,
+    mesh: Mesh,
+    lora: LoraConfig,
+    head: Head,
+    seed: int,
+    setting: str = "model.lora",
+) -> None:
     """Freezes `model`, this rank's stage with its weights in it, and gives it adapters, which alone are trained (with
-    the head of a value model). `seed` decides A, on every layout alike. Raises ConfigError. All TP ranks call it."""
+    the head of a value model). `seed` decides A, on every layout alike. Raises ConfigError, in which `setting` is the
+    section of `lora`. All TP ranks call it."""
     weight_map = spec.family.weight_map(spec.shape, head)
-    targets = {target.linear: target for target in adapter_targets(weight_map, lora.target_modules)}
+    targets = {target.linear: target for target in adapter_targets(weight_map, lora.target_modules, setting)}
     model.requires_grad_(False)
     if head_of(model) == "value":
         model.output_layer.requires_grad_(True)

@@ -57,7 +57,7 @@ class RoleBuilder:
 
     def critic(self, total_steps: int) -> TrainedRole:
         path = self.config.critic.path or self.config.model.path
-        return self._trained(path, "value", self.config.critic, total_steps, self.config.critic.lora)
+        return self._trained(path, "value", self.config.critic, total_steps, self.config.critic.lora, "critic.lora")
 
     def reward_model(self, total_steps: int) -> TrainedRole:
         """A value head on the starting weights, trained with the actor's settings."""
@@ -74,9 +74,16 @@ class RoleBuilder:
         return ModelEngine(model.requires_grad_(False), self.mesh, memory)
 
     def _trained(
-        self, path: str, head: Head, config: ActorConfig | CriticConfig, total_steps: int, lora: LoraConfig
+        self,
+        path: str,
+        head: Head,
+        config: ActorConfig | CriticConfig,
+        total_steps: int,
+        lora: LoraConfig,
+        setting: str = "model.lora",
     ) -> TrainedRole:
-        model = self._model(path, head, self.config.model.recompute, lora)
+        """`setting` is the section of `lora`, for messages."""
+        model = self._model(path, head, self.config.model.recompute, lora, setting)
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe
@@ -84,7 +91,12 @@ class RoleBuilder:
         return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model)
 
     def _model(
-        self, path: str, head: Head, recompute: Recompute = NO_RECOMPUTE, lora: LoraConfig | None = None
+        self,
+        path: str,
+        head: Head,
+        recompute: Recompute = NO_RECOMPUTE,
+        lora: LoraConfig | None = None,
+        setting: str = "model.lora",
     ) -> GPTModel:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
@@ -95,5 +107,5 @@ class RoleBuilder:
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         if lora is not None and has_lora:
-            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed)
+            attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed, setting)
         return model

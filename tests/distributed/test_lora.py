@@ -23,7 +23,6 @@ TWO_RANKS = {
     "tp2": f"{LORA},layout.tp=2",
     "tp2-sp": f"{LORA},layout.tp=2,layout.sequence_parallel=true",
     "pp2": f"{LORA},layout.pp=2",
-    "dp2": LORA,
     "tp2-dora": f"{DORA},layout.tp=2",
     "tp2-sp-dora": f"{DORA},layout.tp=2,layout.sequence_parallel=true",
 }
@@ -141,6 +140,13 @@ def test_a_hundred_switches_leave_the_frozen_weights_and_the_engine_right(inside
     assert len(inside.results[name]["probes"]) == 2 and max(inside.results[name]["probes"]) <= 1e-5
 
 
+def test_adapted_matrices_alone_are_copied_and_only_into_another_layout(inside: Inside) -> None:
+    assert inside.results["lora"]["bytes_copied"] == 0
+    copied = inside.results["own-layout"]
+    assert copied["bytes_copied"] == copied["adapted_bytes"] > 0
+    assert inside.results["lora"]["stream_is_merged"] and inside.results["dora"]["stream_is_merged"]
+
+
 def test_adapters_take_at_most_half_of_what_full_training_takes(inside: Inside) -> None:
     """Optimizer, gradients and reference; of rank 3 on a hidden size of 32, which is much."""
     lora, full = (inside.results[name]["bytes"] for name in ("lora", "full"))
@@ -198,6 +204,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit_and_other_adapters
     adapter = load_file(run / "hf" / "latest" / "adapter_model.safetensors")
     assert learning(run, after=2) == through[0]
     assert all(torch.equal(tensor, through[1][name]) for name, tensor in adapter.items())
-    succeed("convert", "--from", run / "checkpoints" / "latest", "--to", tmp_path / "adapter")
+    succeed("convert", "--from", run / "checkpoints" / "latest", "--to", tmp_path / "adapter", "--tp", 2)
     converted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(tensor, converted[name]) for name, tensor in adapter.items())

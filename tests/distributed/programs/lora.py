@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megappo.config.load import load_experiment
+from megappo.engines.hybrid.execute import Moved
+from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.models.attach_lora import Merge
@@ -62,9 +64,18 @@ def main() -> None:
         save_file({"tokens": tokens, "log_probs": forward(model, tokens)}, arguments.folder / "forward.safetensors")
         export_adapter(model, spec, mesh, arguments.folder / "adapter")
         export_hf(model, spec, mesh, arguments.folder / "merged")
+        # What vLLM's own loader is given.
+        streamed, merged = (
+            hf_tensors(model, spec, mesh, Moved()),
+            load_file(arguments.folder / "merged/model.safetensors"),
+        )
+        result["stream_is_merged"] = (
+            all(torch.equal(merged.pop(name), tensor) for name, tensor in streamed) and not merged
+        )
     if config.model.lora.is_used:
         before = fingerprint(model)
-        result["probes"] = turns(trainer, model, spec, mesh)
+        result["probes"], result["bytes_copied"] = turns(trainer, model, spec, mesh)
+        result["adapted_bytes"] = sum(linear.weight.nbytes for _, linear, _ in adapters(model))
         result["base_is_unchanged"] = fingerprint(model) == before
     trainer.collector.reward.close()  # type: ignore[union-attr]
     if mesh.is_writer:
@@ -122,22 +133,23 @@ def fingerprint(model: GPTModel) -> str:
     return digest.hexdigest()
 
 
-def turns(trainer: PPOTrainer, model: GPTModel, spec: Any, mesh: Any) -> list[float]:
-    """Switches back and forth, adapters changing in between; the probe's differences of the first and last."""
+def turns(trainer: PPOTrainer, model: GPTModel, spec: Any, mesh: Any) -> tuple[list[float], int]:
+    """Switches back and forth, adapters changing in between; the probe's differences of the first and last, and the
+    bytes that a switch copied on this rank."""
     collector = trainer.collector
     assert isinstance(collector, Collector)
     switch, engine = collector.switch, collector.rollout.engine
-    found = []
+    found, copied = [], 0
     for turn in range(NUM_SWITCHES):
         if turn in (0, NUM_SWITCHES - 1):
             switch._is_first = True
             found.append(switch.to_rollout(1 + turn)["hybrid/probe_diff_max"])
         else:
-            engine.sync_weights()
+            copied = engine.sync_weights().bytes_copied
         engine.generate([GenerationRequest((5, 6, 7), turn)], SamplingParams(max_tokens=1))
         switch.to_training()
         fill_adapters(model, spec, mesh, seed=turn, size=0.02)
-    return found
+    return found, copied
 
 
 def held_bytes(trainer: PPOTrainer) -> dict[str, int]:
