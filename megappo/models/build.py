@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
@@ -107,7 +107,9 @@ def transformer_config(
     shape: ModelShape, mesh: Mesh, dtype: torch.dtype, dispatcher: Dispatcher = "alltoall"
 ) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
-    return TransformerConfig(
+    kind, latent = (TransformerConfig, {}) if shape.latent is None else (MLATransformerConfig, _latent_config(shape))
+    return kind(
+        **latent,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_size,
@@ -144,6 +146,31 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _latent_config(shape: ModelShape) -> dict[str, Any]:
+    latent = shape.latent
+    assert latent is not None, "only latent attention has these sizes"
+    sizes: dict[str, Any] = {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": shape.head_dim - latent.rope_head_dim,
+        "qk_pos_emb_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rotary_base": shape.rope_theta,
+    }
+    yarn = latent.yarn
+    if yarn is None:
+        return sizes | {"rope_type": "rope"}
+    return sizes | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
 
 
 def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megappo.models.families.base import MoeShape
-from megappo.models.routing import NO_EXPERT, best_experts, expert_scores, expert_weights, num_changed
+from megappo.models.routing import NO_EXPERT, best_experts, expert_scores, expert_weights, num_changed, score_shares
 
 Recorder = Callable[[int, Tensor], None]
 """Told of each layer with experts (numbered among those of the model) the experts [tokens, top_k] of a forward."""
@@ -114,6 +114,10 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.shared = shared
+        if shared.moe.has_bias:
+            # Megatron's own is a buffer, which its optimizer step would move: here it is a weight that nothing trains.
+            bias = torch.zeros(shared.moe.num_experts, dtype=torch.float32)
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     @property
     def place(self) -> int:
@@ -126,7 +130,7 @@ class Router(TopKRouter):
         logits = self.gating(input).flatten(0, -2).float()
         scores = expert_scores(moe, logits)
         micro, counts = self.shared.current(place)
-        own = best_experts(moe, scores.detach())
+        own = best_experts(moe, scores.detach(), self.expert_bias)
         experts = self._taken(micro, own)
         weights = expert_weights(moe, scores, experts)
         probs = torch.zeros_like(scores).scatter(1, experts, weights)
@@ -150,7 +154,9 @@ class Router(TopKRouter):
         losses = self.shared.losses
         if losses is None or not torch.is_grad_enabled():
             return probs
-        balance = torch.where(micro.is_token[:, None], scores, 0.0) @ losses.pull[self.place]
+        balance = (
+            torch.where(micro.is_token[:, None], score_shares(self.shared.moe, scores), 0.0) @ losses.pull[self.place]
+        )
         share = balance.sum()
         if losses.z_share:
             squares = torch.where(micro.is_token, logits.logsumexp(dim=1), 0.0).square()
@@ -163,7 +169,7 @@ class Router(TopKRouter):
         self.shared.statistics[self.place] += torch.cat(
             [
                 goes[here].sum(0).double(),
-                scores[here].double().sum(0),
+                score_shares(self.shared.moe, scores[here]).double().sum(0),
                 logits[here].double().logsumexp(dim=1).square().sum()[None],
                 changed[here].sum()[None].double(),
             ]

@@ -1,7 +1,7 @@
 """The model families by their `model_type`; to add one, write its file here and list it. Imports no torch."""
 
 from megappo.models.families.base import Family
-from megappo.models.families.deepseek_v3 import DeepseekV3
+from megappo.models.families.deepseek import DeepseekV2, DeepseekV3
 from megappo.models.families.llama import Llama
 from megappo.models.families.mixtral import Mixtral
 from megappo.models.families.qwen2 import Qwen2
@@ -10,8 +10,6 @@ from megappo.models.families.qwen3 import Qwen3
 from megappo.models.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe(), Mixtral())
+    family.model_type: family
+    for family in (Llama(), Qwen2(), Qwen3(), Qwen2Moe(), Qwen3Moe(), Mixtral(), DeepseekV2(), DeepseekV3())
 }
-
-PLANNABLE: dict[str, Family] = {family.model_type: family for family in (DeepseekV3(),)}
-"""Families of which sizes and weight maps are known, for planning, and whose layers are not built."""
