@@ -125,7 +125,8 @@ DEEPSEEK = {
     "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 128,
     "max_position_embeddings": 64, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
-    "moe_intermediate_size": 16, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 16,
+    "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def test_a_rank_adds_up_the_experts_that_it_holds_and_the_shared_one(norm: bool)
     )  # fmt: skip
     gate, up = (hidden @ shared_gate_up.T).chunk(2, dim=-1)
     shared = (gate * gate.sigmoid() * up) @ shared_down.T * (hidden @ shared_gate.T).sigmoid()
-    output, _ = bound(ExpertsPieces(moe), weights)(hidden)
+    output, _ = bound(ExpertsPieces(moe, 0, Routing(moe, (0,))), weights)(hidden)
     expected = reference(hidden, router, gate_up, down, held, norm) + shared
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)  # the router computes in float32
 
