@@ -22,6 +22,7 @@ from megappo.engines.native.pieces import (
 from megappo.engines.native.ranks import DecodingRanks
 from megappo.errors import ConfigError
 from megappo.models.families.base import ModelShape, MoeShape
+from megappo.models.router import Routing
 
 
 class OneRank:
