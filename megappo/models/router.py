@@ -82,6 +82,11 @@ class Routing:
         self._again.clear()
         self.statistics.zero_()
 
+    def add(self, layer: int, sums: Tensor) -> None:
+        """Adds to the statistics of a layer, which stay on the device where they are made."""
+        self.statistics = self.statistics.to(sums.device)
+        self.statistics[layer] += sums
+
     def current(self, layer: int) -> tuple[MicroRouting | None, bool]:
         """The micro-batch that a router runs on, and whether this run is the one that counts.
 
@@ -165,15 +170,16 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, scores: Tensor, goes: Tensor, changed: Tensor, micro: MicroRouting) -> None:
-        here = micro.is_token
-        self.shared.statistics[self.place] += torch.cat(
-            [
-                goes[here].sum(0).double(),
-                score_shares(self.shared.moe, scores[here]).double().sum(0),
-                logits[here].double().logsumexp(dim=1).square().sum()[None],
-                changed[here].sum()[None].double(),
-            ]
-        ).to(self.shared.statistics)
+        # Without indexing and on the device of the scores: a GPU would be waited for in every layer.
+        here, shares = micro.is_token, score_shares(self.shared.moe, scores)
+        squares = logits.double().logsumexp(dim=1).square()
+        sums = [
+            (goes & here[:, None]).sum(0),
+            torch.where(here[:, None], shares, 0.0).double().sum(0),
+            torch.where(here, squares, 0.0).sum()[None],
+            (changed & here).sum()[None],
+        ]
+        self.shared.add(self.place, torch.cat([part.double() for part in sums]))
 
 
 class _WithShare(torch.autograd.Function):
