@@ -182,6 +182,8 @@ def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_size,
         "moe_router_topk": moe.top_k,
+        # Not read by our router; Megatron refuses one expert a token without it (0.16.1).
+        "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
