@@ -25,7 +25,7 @@ from megappo.engines.hybrid.plan import Planner, Transfer, Way, even_stages
 from megappo.engines.hybrid.targets import EngineTargets, NativeTargets
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import UserError
-from megappo.models.families import FAMILIES, PLANNABLE
+from megappo.models.families import FAMILIES
 from megappo.models.families.base import ModelShape
 from megappo.models.families.published import PUBLISHED
 from megappo.models.weight_map import WeightMap
@@ -93,9 +93,9 @@ def read_shape(name: str) -> tuple[ModelShape, WeightMap]:
         if not file.is_file():
             raise UserError(f"--shape: {name}: no such file; give a config.json, or one of {', '.join(PUBLISHED)}")
         config = json.loads(file.read_text())
-    family = (FAMILIES | PLANNABLE).get(config["model_type"])
+    family = FAMILIES.get(config["model_type"])
     if family is None:
-        raise UserError(f"--shape: model_type {config['model_type']!r} is none of {', '.join(FAMILIES | PLANNABLE)}")
+        raise UserError(f"--shape: model_type {config['model_type']!r} is none of {', '.joinFAMILIES}")
     shape = family.shape(config)
     return shape, family.weight_map(shape, "lm")
 

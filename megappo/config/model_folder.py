@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral", "phi3", "glm", "glm4", "gemma2",
-    "gemma3_text",
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "mistral", "phi3",
+    "glm", "glm4", "gemma2", "gemma3_text",
 )  # fmt: skip
 """`model_type`s that megappo builds."""
 
 EXPERT_ROWS = {
     "qwen2_moe": "moe_intermediate_size", "qwen3_moe": "moe_intermediate_size", "mixtral": "intermediate_size",
+    "deepseek_v2": "moe_intermediate_size", "deepseek_v3": "moe_intermediate_size",
 }  # fmt: skip
 """Of families with experts, the key of their rows."""
 
@@ -70,7 +71,8 @@ def read_model_facts(folder: str) -> ModelFacts:
     rows_key = EXPERT_ROWS.get(model_type)
     has_experts = rows_key is not None
     # transformers 5 renames the number of experts of Qwen3-MoE on saving.
-    experts_key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+    keys = ("num_experts", "n_routed_experts")
+    experts_key = next((key for key in keys if config.get(key) is not None), "num_local_experts")
     return ModelFacts(
         model_type=model_type,
         num_heads=num_heads,

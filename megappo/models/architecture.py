@@ -8,7 +8,7 @@ from typing import Any
 from megappo.config.layout import LayoutConfig
 from megappo.config.pipeline import EVEN
 from megappo.errors import ConfigError, DataError
-from megappo.models.families import FAMILIES, PLANNABLE
+from megappo.models.families import FAMILIES
 from megappo.models.families.base import Family, ModelShape
 
 
@@ -38,8 +38,7 @@ def read_model(folder: str | Path) -> ModelSpec:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type)
     if family is None:
-        reason = ", which can be planned but not built (its layers are missing)" if model_type in PLANNABLE else ""
-        raise ConfigError(f"{file}: model_type is {model_type!r}{reason}; supported: {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(f"{file}: model_type is {model_type!r}; supported: {', '.join(sorted(FAMILIES))}")
     try:
         shape = family.shape(config)
     except ConfigError as error:

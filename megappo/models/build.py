@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
@@ -130,7 +130,9 @@ def transformer_config(
     recompute: Recompute = NO_RECOMPUTE,
 ) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
-    return TransformerConfig(
+    kind, latent = (TransformerConfig, {}) if shape.latent is None else (MLATransformerConfig, _latent_config(shape))
+    return kind(
+        **latent,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_size,
@@ -186,6 +188,31 @@ def _stages_config(shape: ModelShape, mesh: Mesh) -> dict[str, int]:
     return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
 
 
+def _latent_config(shape: ModelShape) -> dict[str, Any]:
+    latent = shape.latent
+    assert latent is not None, "only latent attention has these sizes"
+    sizes: dict[str, Any] = {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": shape.head_dim - latent.rope_head_dim,
+        "qk_pos_emb_head_dim": latent.rope_head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rotary_base": shape.rope_theta,
+    }
+    yarn = latent.yarn
+    if yarn is None:
+        return sizes | {"rope_type": "rope"}
+    return sizes | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+
+
 def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
     """Of the router, Megatron's own part is the logits, in float32; the rest is in `router.py`."""
     if shape.moe is None:
@@ -195,6 +222,8 @@ def _experts_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
         "num_moe_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_size,
         "moe_router_topk": moe.top_k,
+        # Not read by our router; Megatron refuses one expert a token without it (0.16.1).
+        "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,

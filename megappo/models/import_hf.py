@@ -49,6 +49,12 @@ def _refuse_unknown(reader: SafetensorsReader, weight_map: WeightMap) -> None:
     """A tensor that is silently left out here would be missing from the next export."""
     unknown = [name for name in reader.names if name not in weight_map.tensors and not name.endswith(_IGNORED)]
     if unknown:
+        predicting = [name for name in unknown if "eh_proj" in name or ".enorm." in name or ".hnorm." in name]
+        if predicting:
+            raise DataError(
+                f"{reader.file_of(predicting[0])}: tensor {predicting[0]} belongs to a multi-token prediction layer, "
+                "which is neither trained nor exported; take those layers out of the folder (num_nextn_predict_layers)"
+            )
         name = min(unknown)
         raise DataError(
             f"{reader.file_of(name)}: tensor {name} (of {len(unknown)} such) has no place in the model that "

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megappo.models.families.base import MoeShape
-from megappo.models.routing import NO_EXPERT, best_experts, expert_scores, expert_weights, num_changed
+from megappo.models.routing import NO_EXPERT, best_experts, expert_scores, expert_weights, num_changed, score_shares
 
 Recorder = Callable[[int, Tensor], None]
 """Told of each layer with experts (numbered among those of the model) the experts [tokens, top_k] of a forward."""
@@ -82,6 +82,11 @@ class Routing:
         self._again.clear()
         self.statistics.zero_()
 
+    def add(self, layer: int, sums: Tensor) -> None:
+        """Adds to the statistics of a layer, which stay on the device where they are made."""
+        self.statistics = self.statistics.to(sums.device)
+        self.statistics[layer] += sums
+
     def current(self, layer: int) -> tuple[MicroRouting | None, bool]:
         """The micro-batch that a router runs on, and whether this run is the one that counts.
 
@@ -114,6 +119,10 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.shared = shared
+        if shared.moe.has_bias:
+            # Megatron's own is a buffer, which its optimizer step would move: here it is a weight that nothing trains.
+            bias = torch.zeros(shared.moe.num_experts, dtype=torch.float32)
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     @property
     def place(self) -> int:
@@ -126,7 +135,7 @@ class Router(TopKRouter):
         logits = self.gating(input).flatten(0, -2).float()
         scores = expert_scores(moe, logits)
         micro, counts = self.shared.current(place)
-        own = best_experts(moe, scores.detach())
+        own = best_experts(moe, scores.detach(), self.expert_bias)
         experts = self._taken(micro, own)
         weights = expert_weights(moe, scores, experts)
         probs = torch.zeros_like(scores).scatter(1, experts, weights)
@@ -150,7 +159,9 @@ class Router(TopKRouter):
         losses = self.shared.losses
         if losses is None or not torch.is_grad_enabled():
             return probs
-        balance = torch.where(micro.is_token[:, None], scores, 0.0) @ losses.pull[self.place]
+        balance = (
+            torch.where(micro.is_token[:, None], score_shares(self.shared.moe, scores), 0.0) @ losses.pull[self.place]
+        )
         share = balance.sum()
         if losses.z_share:
             squares = torch.where(micro.is_token, logits.logsumexp(dim=1), 0.0).square()
@@ -159,15 +170,16 @@ class Router(TopKRouter):
 
     @torch.no_grad()
     def _count(self, logits: Tensor, scores: Tensor, goes: Tensor, changed: Tensor, micro: MicroRouting) -> None:
-        here = micro.is_token
-        self.shared.statistics[self.place] += torch.cat(
-            [
-                goes[here].sum(0).double(),
-                scores[here].double().sum(0),
-                logits[here].double().logsumexp(dim=1).square().sum()[None],
-                changed[here].sum()[None].double(),
-            ]
-        ).to(self.shared.statistics)
+        # Without indexing and on the device of the scores: a GPU would be waited for in every layer.
+        here, shares = micro.is_token, score_shares(self.shared.moe, scores)
+        squares = logits.double().logsumexp(dim=1).square()
+        sums = [
+            (goes & here[:, None]).sum(0),
+            torch.where(here[:, None], shares, 0.0).double().sum(0),
+            torch.where(here, squares, 0.0).sum()[None],
+            (changed & here).sum()[None],
+        ]
+        self.shared.add(self.place, torch.cat([part.double() for part in sums]))
 
 
 class _WithShare(torch.autograd.Function):

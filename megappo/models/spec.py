@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megappo.errors import ConfigError
 from megappo.models.experts import GroupedExperts
 from megappo.models.families.base import ModelShape
+from megappo.models.latent_attention import LatentAttention
 from megappo.models.layers import CoreAttention, RMSNorm
 from megappo.models.router import Router, Routing
 
@@ -48,12 +49,12 @@ def block_spec(
 
     def spec(number: int) -> ModuleSpec:
         if shape.moe is None or number in shape.moe.dense_layers:
-            return layer(shape.qk_norm, None)
+            return layer(shape, None)
         assert routing is not None, "the routers of a stage share a Routing"
         parts: dict[str, Any] = {"router": partial(Router, shared=routing)}
         if experts == "grouped":
             parts["experts"] = GroupedExperts
-        return _with_moe_parts(layer(shape.qk_norm, shape.moe.num_experts), parts)
+        return _with_moe_parts(layer(shape, shape.moe.num_experts), parts)
 
     specs = [spec(number) for number in numbers]
     if is_torch:
@@ -63,19 +64,28 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def _te_layer(qk_norm: bool, num_experts: int | None) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=qk_norm)
+def _te_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
+    is_latent = shape.latent is not None
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, qk_layernorm=shape.qk_norm or is_latent, multi_latent_attention=is_latent
+    )
 
 
-def _torch_layer(qk_norm: bool, num_experts: int | None) -> ModuleSpec:
+def _torch_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     """Megatron's local layer with norms and core attention exchanged."""
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
+    is_latent = shape.latent is not None
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=shape.qk_norm or is_latent, multi_latent_attention=is_latent,
+        normalization="RMSNorm",
+    )  # fmt: skip
     layer = spec.submodules
     attention = layer.self_attention
-    norm = RMSNorm if qk_norm else IdentityOp
+    norm = RMSNorm if shape.qk_norm or is_latent else IdentityOp
+    norms = {"q_layernorm": norm, "kv_layernorm" if is_latent else "k_layernorm": norm}
     attention = replace(
         attention,
-        submodules=replace(attention.submodules, core_attention=CoreAttention, q_layernorm=norm, k_layernorm=norm),
+        module=LatentAttention if is_latent else attention.module,
+        submodules=replace(attention.submodules, core_attention=CoreAttention, **norms),
     )
     layer = replace(layer, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, self_attention=attention)
     return replace(spec, submodules=layer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.parity import Runs, largest_difference, parity_runs
+from tests.support.parity import Runs, largest_difference, run_layouts, write_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
@@ -38,6 +38,7 @@ TWO_RANKS = {
 }
 FOUR_RANKS = {"tp2-sp-dp2-ep2": f"{REPLAY},{SP},layout.ep=2"}
 REPLAYED = ["cut", "dp2-ep2", "tp2-sp-ep2", "allgather", "pp2", "tp2-sp-dp2-ep2"]
+LATENT_LAYOUTS = {"latent-tp2-sp-ep2": f"{SP},layout.ep=2", "latent-pp2": "layout.pp=2"}
 OWN = ["own-cut", "own-pp2", "own-tp2-sp"]
 
 
@@ -47,19 +48,38 @@ def native(folder: Path, mode: str, *others: str) -> str:
     return ",".join([*settings, "trainer.total_steps=1", "hybrid.check_limit=9", *others])
 
 
+def latent(folder: Path, *others: str) -> str:
+    """A run of DeepSeek-V3, with choices taken over."""
+    paths = f"model.path={folder / 'latent'},critic.path={folder / 'latent-critic'}"
+    return ",".join([REPLAY, paths, "trainer.total_steps=1", *others])
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("replay")
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", norm_topk_prob=True))
     critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", value_head=True, seed=1))
     with_near_ties(tiny_tokenizer(tiny_model(folder / "ties", "qwen2_moe", seed=2)))
-    one = ONE_RANK | {f"native-{mode}": native(folder, mode) for mode in ("off", "rollout", "old_log_probs")}
-    two = TWO_RANKS | {
-        "native-tp2-sp": native(folder, "rollout", SP, "layout.etp=2"),
-        "native-pp2": native(folder, "rollout", "layout.pp=2"),
-        "native-dp2-ep2": native(folder, "rollout", "layout.ep=2", "rollout.tensor_model_parallel_size=2"),
-    }
-    return parity_runs(folder, actor, critic, {1: one, 2: two, 4: FOUR_RANKS})
+    for name, settings in (("latent", {}), ("latent-critic", {"value_head": True})):
+        tiny_tokenizer(tiny_model(folder / name, "deepseek_v3", num_layers=4, seed=3, **settings))
+    one = (
+        {"latent": latent(folder)}
+        | ONE_RANK
+        | {f"native-{mode}": native(folder, mode) for mode in ("off", "rollout", "old_log_probs")}
+    )
+    two = (
+        TWO_RANKS
+        | {name: latent(folder, layout) for name, layout in LATENT_LAYOUTS.items()}
+        | {
+            "native-tp2-sp": native(folder, "rollout", SP, "layout.etp=2"),
+            "native-pp2": native(folder, "rollout", "layout.pp=2"),
+            "native-dp2-ep2": native(folder, "rollout", "layout.ep=2", "rollout.tensor_model_parallel_size=2"),
+        }
+    )
+    config, metrics = write_experiment(folder, actor, critic), {}
+    for num_ranks, named in ((1, one), (2, two), (4, FOUR_RANKS)):
+        metrics |= run_layouts(folder, config, num_ranks, named)
+    return Runs(folder, {"actor": actor, "critic": critic}, metrics)
 
 
 def with_near_ties(folder: Path) -> None:
@@ -84,6 +104,14 @@ def test_gradients_with_choices_taken_over_equal_one_rank(runs: Runs, name: str,
 @pytest.mark.parametrize("name", OWN)
 def test_gradients_of_router_losses_equal_one_rank_without_replay(runs: Runs, name: str, role: str) -> None:
     ours, one = (runs.folder / run / f"{role}-gradients" for run in (name, "own"))
+    worst = largest_difference(ours, one)
+    assert worst.relative <= GRADIENT_LIMIT, worst
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("name", LATENT_LAYOUTS)
+def test_gradients_of_latent_attention_equal_one_rank(runs: Runs, name: str, role: str) -> None:
+    ours, one = (runs.folder / run / f"{role}-gradients" for run in (name, "latent"))
     worst = largest_difference(ours, one)
     assert worst.relative <= GRADIENT_LIMIT, worst
 

@@ -16,12 +16,16 @@ LLAMA3_ROPE = {
 }  # fmt: skip
 
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 LANGUAGE_MODELS = (
     *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1",
 )  # fmt: skip
 """Cases with logits, float32; the last five have one KV head, or a vocabulary that no TP size divides."""
-MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer", "mixtral")
+MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer", "mixtral", "deepseek_v2", "deepseek_v3")
 """Cases with experts: weights of a token's experts that sum to 1; a shared expert, and weights that don't; a layer
 without experts."""
 MOE_VALUE_MODEL = "qwen3_moe_value"
@@ -43,6 +47,10 @@ def make_models(root: Path) -> None:
         "qwen2_moe": lambda folder: tiny_model(folder, "qwen2_moe", tied=True),
         "qwen3_moe_dense_layer": lambda folder: tiny_model(folder, "qwen3_moe", mlp_only_layers=[0]),
         "mixtral": lambda folder: tiny_model(folder, "mixtral", num_kv_heads=1),
+        "deepseek_v2": lambda folder: tiny_model(
+            folder, "deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"
+        ),
+        "deepseek_v3": lambda folder: tiny_model(folder, "deepseek_v3", rope_parameters=YARN),
         MOE_VALUE_MODEL: lambda folder: tiny_model(folder, "qwen3_moe", value_head=True, norm_topk_prob=True),
         VALUE_MODEL: lambda folder: tiny_model(folder, "llama", value_head=True),
         "phi3_kv1": lambda folder: tiny_model(

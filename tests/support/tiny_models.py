@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 
 FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "mistral", "phi3", "glm", "glm4", "gemma2",
-    "gemma3_text",
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "mistral", "phi3",
+    "glm", "glm4", "gemma2", "gemma3_text",
 ]  # fmt: skip
 FAMILY_NAMES: tuple[FamilyName, ...] = ("llama", "qwen2", "qwen3")
 """The dense families that have nothing but Llama's parts."""
@@ -35,6 +35,13 @@ to be loaded with `attn_implementation="eager"`: its other kinds of attention le
 
 # Four experts, of which a token goes to two.
 EXPERT_SETTINGS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+# Heads of 8 + 4 numbers, values of 6; eight experts in four groups, of which a token uses two; one dense layer.
+LATENT_SETTINGS = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 4,
+    "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -72,9 +79,14 @@ def tiny_model(
         "mistral": "Mistral", "phi3": "Phi3", "glm": "Glm", "glm4": "Glm4", "gemma2": "Gemma2",
         "gemma3_text": "Gemma3Text",
         "mixtral": "Mixtral",
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
     }  # fmt: skip
     name = names[family]
-    if not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
+    if family.startswith("deepseek"):
+        num_kv_heads = num_heads
+        settings = LATENT_SETTINGS | settings
+    elif not family.startswith("qwen2"):  # Qwen2's head size is hidden_size / heads
         settings["head_dim"] = head_dim or hidden_size // num_heads
     if family.endswith("_moe"):
         settings = EXPERT_SETTINGS | settings
@@ -107,6 +119,9 @@ def tiny_model(
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.1 * noise if "norm" in parameter_name else 0.1 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 

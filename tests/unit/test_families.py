@@ -86,7 +86,9 @@ def test_folders_that_are_no_model(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no config\.json"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"'gpt2'; supported: gemma2, .*, llama, .*, qwen3_moe$"):
+    with pytest.raises(
+        ConfigError, match=r"'gpt2'; supported: deepseek_v2, deepseek_v3, gemma2, .*, llama, .*, qwen3_moe$"
+    ):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text('{\n"model_type" "llama"}')
     with pytest.raises(DataError, match=r"config\.json:2"):
@@ -186,10 +188,39 @@ def test_layers_without_experts() -> None:
     assert dense(decoder_sparse_step=3, mlp_only_layers=[5]) == [0, 1, 3, 4, 5]
 
 
-def test_a_family_that_is_planned_but_not_built(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
-    with pytest.raises(ConfigError, match="'deepseek_v3', which can be planned but not built"):
-        read_model(tmp_path)
+DEEPSEEK = {
+    "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 128,
+    "max_position_embeddings": 64, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "moe_intermediate_size": 16,
+    "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def test_routers_of_deepseek() -> None:
+    third, second = FAMILIES["deepseek_v3"].shape(DEEPSEEK).moe, FAMILIES["deepseek_v2"].shape(DEEPSEEK).moe
+    assert third is not None and second is not None
+    assert (third.score, third.has_bias, third.norm_topk_prob, third.scaling) == ("sigmoid", True, True, 2.5)
+    assert (third.num_groups, third.top_groups, third.best_of_group, third.shared_ffn_size) == (4, 2, 2, 32)
+    assert (second.score, second.has_bias, second.norm_topk_prob, second.num_groups) == ("softmax", False, False, 1)
+    limited = FAMILIES["deepseek_v2"].shape(DEEPSEEK | {"topk_method": "group_limited_greedy"}).moe
+    assert limited is not None and (limited.num_groups, limited.top_groups, limited.best_of_group) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "supported: 'greedy', 'group_limited_greedy'"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2}}, "supported: 'default', 'yarn'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
+    ],
+)
+def test_what_deepseek_and_mixtral_are_refused_for(family: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[family].shape(DEEPSEEK | settings)
 
 
 def test_layouts_that_do_not_divide_the_model() -> None:

@@ -14,7 +14,7 @@ from megappo.engines.hybrid.plan import Planner, Way, even_stages
 from megappo.engines.hybrid.targets import NativeTargets, nested_experts
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import ConfigError
-from megappo.models.families import FAMILIES, PLANNABLE
+from megappo.models.families import FAMILIES
 from megappo.models.families.published import PUBLISHED
 
 SHAPES = ("tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-phi3", "tiny-gemma2")
@@ -26,7 +26,7 @@ LAYOUTS = (
 
 def planner(shape: str, layout: str, generation: int, engine: str = "native", bucket_bytes: int = 1 << 20) -> Planner:
     config = PUBLISHED[shape]
-    family = (FAMILIES | PLANNABLE)[config["model_type"]]
+    family = FAMILIES[config["model_type"]]
     sizes = family.shape(config)
     kinds, training = Kinds.of(family.weight_map(sizes, "lm")), parse_layout(layout)
     grid = GenerationGrid(training, generation)

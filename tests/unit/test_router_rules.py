@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megappo.config.checks_experts import expert_problems
 from megappo.config.load import load_experiment
 from megappo.engines.routing import RoutingStatistics, loads_of
+from megappo.errors import DataError
 from megappo.models.families.base import MoeShape
+from megappo.models.hf_folder import SafetensorsReader
+from megappo.models.import_hf import _refuse_unknown
 from megappo.models.router import MicroRouting, Routing
+from megappo.models.routing import best_experts, expert_weights
+from megappo.models.weight_map import WeightMap
 from tests.support.experiments import write_experiment
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6}
@@ -40,6 +46,17 @@ def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
     assert expected in lines[0]
 
 
+def test_generation_of_latent_attention_is_vllms(tmp_path: Path) -> None:
+    latent = {"model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 6, "num_key_value_heads": 12}
+    (line,) = found(tmp_path, **latent)
+    assert line.startswith("rollout.engine: native: native does not decode the latent attention of")
+    assert line.endswith("vllm, with hybrid.weights load")
+    (line,) = found(tmp_path, "rollout.engine=vllm", **latent)
+    assert line.startswith("hybrid.weights: auto: shards of a deepseek_v3 model are not handed over")
+    assert found(tmp_path, "rollout.engine=vllm", "hybrid.weights=load", **latent) == []
+    assert found(tmp_path, "trainer.kind=sft", **latent) == []
+
+
 def test_what_is_allowed(tmp_path: Path) -> None:
     assert (
         found(tmp_path, REPLAY, GATHER, "layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", **EXPERTS) == []
@@ -51,6 +68,27 @@ def test_what_is_allowed(tmp_path: Path) -> None:
 def test_a_dense_model_has_no_routers(tmp_path: Path, setting: str) -> None:
     (line,) = found(tmp_path, setting)
     assert line.startswith(setting.partition("=")[0]) and "is for models with experts" in line
+
+
+def test_layers_that_predict_several_tokens_are_refused_by_name(tmp_path: Path) -> None:
+    save_file({"model.layers.2.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with SafetensorsReader(tmp_path) as reader, pytest.raises(DataError, match="multi-token prediction layer"):
+        _refuse_unknown(reader, WeightMap({}, ()))
+
+
+def test_a_bias_and_groups_change_the_choice_and_not_the_weights() -> None:
+    """Six experts in three groups of two; the sum of a group's two best: 0.9, 1.0, 0.8."""
+    moe = MoeShape(
+        num_experts=6, top_k=2, ffn_size=4, score="sigmoid", num_groups=3, top_groups=1, best_of_group=2, scaling=2.0,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    scores = torch.tensor([[0.8, 0.1, 0.6, 0.4, 0.5, 0.3]])
+    experts = best_experts(moe, scores)
+    assert experts.tolist() == [[2, 3]]
+    assert expert_weights(moe, scores, experts).tolist() == [pytest.approx([1.2, 0.8])]
+    moved = best_experts(moe, scores, torch.tensor([0.0, 0.2, 0.0, 0.0, 0.0, 0.0]))
+    assert moved.tolist() == [[0, 1]]
+    assert expert_weights(moe, scores, moved).tolist() == [pytest.approx([2 * 8 / 9, 2 / 9])]
 
 
 def test_metrics_of_a_load_by_hand() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from megappo.models.families import FAMILIES, PLANNABLE
+from megappo.models.families import FAMILIES
 from megappo.models.families.base import LatentShape, ModelShape, MoeShape
 from megappo.models.weight_map import Head, Rule, Segment, WeightMap, padded_vocab_size
 
@@ -164,7 +164,7 @@ def test_layers_without_experts_are_dense() -> None:
 
 def test_latent_attention_is_cut_by_heads_after_the_low_rank() -> None:
     shape = replace(SHAPE, head_dim=6, moe=MOE, latent=LATENT)
-    rules = PLANNABLE["deepseek_v3"].weight_map(shape, "lm").by_parameter()
+    rules = FAMILIES["deepseek_v3"].weight_map(shape, "lm").by_parameter()
     attention = "decoder.layers.0.self_attention."
     down = rules[f"{attention}linear_kv_down_proj.weight"]
     assert (down.weight_class, down.shard(2, 1)) == (
@@ -193,7 +193,7 @@ def test_deepseek_v3_has_the_tensors_of_hugging_faces_model(tmp_path: Path) -> N
     transformers.DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    family = PLANNABLE["deepseek_v3"]
+    family = FAMILIES["deepseek_v3"]
     shape = family.shape(json.loads((tmp_path / "config.json").read_text()))
     assert family.weight_map(shape, "lm").tensors == {
         name: size for name, size in stored.items() if not name.startswith("model.layers.2.")
@@ -219,7 +219,7 @@ def covered(weight_map: WeightMap, tp: int) -> dict[str, list[int]]:
     return counts
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES | PLANNABLE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -228,10 +228,10 @@ def test_every_row_of_every_tensor_is_held_once(family: str, head: Head, tp: int
         SHAPE, num_kv_heads=num_kv_heads, ffn_size=8, tied=family != "llama", qkv_bias=family.startswith("qwen2"),
         qk_norm=family.startswith("qwen3"), moe=MOE, latent=LATENT,
     )  # fmt: skip
-    weight_map = (FAMILIES | PLANNABLE)[family].weight_map(shape, head)
+    weight_map = FAMILIES[family].weight_map(shape, head)
     assert covered(weight_map, tp) == {
-        # The axis along which a tensor is cut is its second one for o_proj and down_proj.
-        name: [1] * size[1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0]
+        # The axis along which a tensor is cut is its second one for o_proj and down_proj (Mixtral's w2).
+        name: [1] * size[1 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 0]
         for name, size in weight_map.tensors.items()
     }
 

@@ -20,7 +20,8 @@ def check_model(config: TransformerConfig) -> None:
     }
     for name, is_used in unsupported.items():
         if is_used:
-            raise ConfigError(f"rollout.engine: native does not decode with {name}; use a layout or model without it")
+            remedy = "vllm, or a layout or model without it"
+            raise ConfigError(f"rollout.engine: native does not decode with {name}; use {remedy}")
 
 
 def check_generation_size(shape: ModelShape, tp: int) -> None:

@@ -1,7 +1,7 @@
 """The model families by their `model_type`; to add one, write its file here and list it. Imports no torch."""
 
 from megappo.models.families.base import Family
-from megappo.models.families.deepseek_v3 import DeepseekV3
+from megappo.models.families.deepseek import DeepseekV2, DeepseekV3
 from megappo.models.families.gemma2 import Gemma2
 from megappo.models.families.gemma3 import Gemma3Text
 from megappo.models.families.glm4 import Glm, Glm4
@@ -23,6 +23,8 @@ FAMILIES: dict[str, Family] = {
         Qwen2Moe(),
         Qwen3Moe(),
         Mixtral(),
+        DeepseekV2(),
+        DeepseekV3(),
         Mistral(),
         Phi3(),
         Glm(),
@@ -31,6 +33,3 @@ FAMILIES: dict[str, Family] = {
         Gemma3Text(),
     )
 }
-
-PLANNABLE: dict[str, Family] = {family.model_type: family for family in (DeepseekV3(),)}
-"""Families of which sizes and weight maps are known, for planning, and whose layers are not built."""

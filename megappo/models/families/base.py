@@ -41,8 +41,32 @@ class MoeShape:
     """The shared expert's output is multiplied by a sigmoid of its own."""
     norm_topk_prob: bool = False
     """The weights of a token's chosen experts are divided by their sum."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes an expert's score of its logit."""
+    scaling: float = 1.0
+    """The weights are multiplied with it."""
+    num_groups: int = 1
+    """Neighbouring experts form so many groups, of which a token uses only the best `top_groups`."""
+    top_groups: int = 1
+    best_of_group: int = 1
+    """So many of its highest scores make a group's score."""
+    has_bias: bool = False
+    """A number for each expert is added to its score where experts are chosen, but not in their weights."""
     dense_layers: frozenset[int] = frozenset()
     """Layers without experts, counted over the model from 0; `ModelShape.ffn_size` is theirs."""
+
+
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv 2309.00071) as DeepSeek uses it: frequencies between the two betas are ramped, and attention is
+    sharpened by the mscales."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,7 @@ class LatentShape:
     kv_rank: int
     rope_head_dim: int
     value_head_dim: int
+    yarn: YarnRopeScaling | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
 sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages, `…+expert-copies` that of
 experts over TP ranks that hold copies of them: the comparison must see all three. A run named `native…` generates
-with its own engine instead.
+with its own engine instead; one named `latent…` has none.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -34,6 +34,7 @@ from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer import build as build_trainer
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
 from megappo.trainer.collect import Collector
@@ -158,8 +159,14 @@ def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tens
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    trained = (parameter for parameter in wrapped.module.parameters() if parameter.requires_grad)
-    return {parameter: parameter.main_grad.clone() for parameter in trained}
+    parameters = list(wrapped.module.parameters())
+    # With adapters the frozen weights are left out; alone, as DeepSeek's correction bias, one has no gradient.
+    has_adapters = any(".lora_" in name for name, _ in wrapped.module.named_parameters())
+    return {
+        parameter: parameter.main_grad.clone() if parameter.requires_grad else torch.zeros_like(parameter)
+        for parameter in parameters
+        if parameter.requires_grad or not has_adapters
+    }
 
 
 def export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
@@ -203,7 +210,10 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     model_paths = {"actor": Path(config.model.path), "critic": Path(config.critic.path or config.model.path)}
     with broken(kind):
-        trainer = build_ppo(config, mesh)
+        # The native engine does not decode latent attention, and recorded rollouts need no engine.
+        without_engine = replaced(build_trainer, "rollout_worker", lambda *parts, **options: None)
+        with without_engine if folder.name.startswith("latent") else contextlib.nullcontext():
+            trainer = build_ppo(config, mesh)
         if not folder.name.startswith("native"):
             trainer = with_recorded_rollouts(trainer, with_experts=config.actor.router_replay == "rollout")
         roles = {"actor": trainer.actor.engine}

@@ -1,0 +1,195 @@
+"""DeepSeek-V2 (and its lite and coder models), DeepSeek-V3 and R1. Imports no torch.
+
+Left out: the multi-token prediction layers (those after `num_hidden_layers`), which neither training nor sampling runs,
+and the scales of FP8 checkpoints. A folder with either is refused when its weights are read.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megappo.errors import ConfigError
+from megappo.models.families.base import (
+    HFConfig,
+    LatentShape,
+    ModelShape,
+    MoeShape,
+    YarnRopeScaling,
+    refuse_unless,
+    required,
+)
+from megappo.models.families.decoder import LayerPart, decoder_weight_map, dense_mlp, whole
+from megappo.models.families.experts import routed_experts, shared_expert
+from megappo.models.weight_map import Head, Rule, Segment, Shape, WeightMap
+
+NORM_EPS = 1e-6
+"""Hugging Face's norms inside of latent attention have it, whatever the configuration says of the others."""
+
+
+@dataclass(frozen=True)
+class DeepseekV3:
+    """Latent attention, the first layers dense, then shared experts and routed ones, whose scores have a bias for
+    balance, which stays as it is."""
+
+    model_type: str = "deepseek_v3"
+    value_architecture: str = "DeepseekV3ForSequenceClassification"
+
+    def shape(self, config: HFConfig) -> ModelShape:
+        refuse_unless(config, "scoring_func", "sigmoid")
+        refuse_unless(config, "topk_method", "noaux_tc")
+        refuse_unless(config, "rope_interleave", True)
+        num_groups = int(config.get("n_group") or 1)
+        return _shape(
+            config, score="sigmoid", has_bias=True, norm_topk_prob=bool(config.get("norm_topk_prob", True)),
+            num_groups=num_groups, top_groups=int(config.get("topk_group") or num_groups), best_of_group=2,
+        )  # fmt: skip
+
+    def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
+        return decoder_weight_map(shape, head, attention=_latent_attention, mlp=_mlp)
+
+
+@dataclass(frozen=True)
+class DeepseekV2:
+    """The same without a bias: scores are a softmax, and the weights of a token's experts don't sum to 1."""
+
+    model_type: str = "deepseek_v2"
+    value_architecture: str = "DeepseekV2ForSequenceClassification"
+
+    def shape(self, config: HFConfig) -> ModelShape:
+        refuse_unless(config, "scoring_func", "softmax")
+        refuse_unless(config, "norm_topk_prob", False)
+        method = config.get("topk_method") or "greedy"
+        if method == "greedy":
+            return _shape(config)
+        if method != "group_limited_greedy":
+            raise ConfigError(
+                f"config.json: topk_method is {method!r}, which megappo's deepseek_v2 layers do not compute; "
+                "supported: 'greedy', 'group_limited_greedy'"
+            )
+        num_groups, top_groups = int(required(config, "n_group")), int(required(config, "topk_group"))
+        return _shape(config, num_groups=num_groups, top_groups=top_groups)
+
+    def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
+        return decoder_weight_map(shape, head, attention=_latent_attention, mlp=_mlp)
+
+
+def _shape(config: HFConfig, **router: Any) -> ModelShape:
+    """The shape from the keys that both share; `router` is what differs in `MoeShape`."""
+    for key, supported in (
+        ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1),
+        ("rms_norm_eps", NORM_EPS),
+    ):  # fmt: skip
+        refuse_unless(config, key, supported)
+    rope_head_dim = int(required(config, "qk_rope_head_dim"))
+    num_heads, query_rank = int(required(config, "num_attention_heads")), config.get("q_lora_rank")
+    rope = config.get("rope_parameters") or config
+    return ModelShape(
+        num_layers=int(required(config, "num_hidden_layers")),
+        hidden_size=int(required(config, "hidden_size")),
+        ffn_size=int(required(config, "intermediate_size")),
+        num_heads=num_heads,
+        # Every head has keys and values of its own once they are projected up.
+        num_kv_heads=num_heads,
+        head_dim=int(required(config, "qk_nope_head_dim")) + rope_head_dim,
+        vocab_size=int(required(config, "vocab_size")),
+        max_positions=int(required(config, "max_position_embeddings")),
+        norm_eps=float(config.get("rms_norm_eps") or NORM_EPS),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_scaling=None,
+        tied=bool(config.get("tie_word_embeddings") or False),
+        moe=replace(_experts(config), **router),
+        latent=LatentShape(
+            q_rank=None if query_rank is None else int(query_rank),
+            kv_rank=int(required(config, "kv_lora_rank")),
+            rope_head_dim=rope_head_dim,
+            value_head_dim=int(required(config, "v_head_dim")),
+            yarn=_yarn(config),
+        ),
+    )
+
+
+def _experts(config: HFConfig) -> MoeShape:
+    ffn_size = int(required(config, "moe_intermediate_size"))
+    return MoeShape(
+        num_experts=int(required(config, "n_routed_experts")),
+        top_k=int(required(config, "num_experts_per_tok")),
+        ffn_size=ffn_size,
+        shared_ffn_size=ffn_size * int(config.get("n_shared_experts") or 0),
+        scaling=float(config.get("routed_scaling_factor") or 1.0),
+        dense_layers=frozenset(range(int(config.get("first_k_dense_replace") or 0))),
+    )
+
+
+def _yarn(config: HFConfig) -> YarnRopeScaling | None:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise ConfigError(f"config.json: RoPE scaling {kind!r} is not supported; supported: 'default', 'yarn'")
+    return YarnRopeScaling(
+        factor=float(required(rope, "factor")),
+        original_max_positions=int(required(rope, "original_max_position_embeddings")),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=float(rope.get("mscale") or 1.0),
+        mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
+    )
+
+
+def _latent_attention(shape: ModelShape, layer: int) -> LayerPart:
+    """Every TP rank holds the down projections whole, and the up projections' rows of its heads."""
+    latent = shape.latent
+    assert latent is not None, "a DeepSeek model has latent attention"
+    ours, theirs = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    query_rows = shape.num_heads * shape.head_dim
+    key_value_rows = shape.num_heads * (shape.head_dim - latent.rope_head_dim + latent.value_head_dim)
+    down_rows, columns = latent.kv_rank + latent.rope_head_dim, shape.num_heads * latent.value_head_dim
+    tensors: dict[str, Shape] = {
+        f"{theirs}kv_a_proj_with_mqa.weight": (down_rows, shape.hidden_size),
+        f"{theirs}kv_a_layernorm.weight": (latent.kv_rank,),
+        f"{theirs}kv_b_proj.weight": (key_value_rows, latent.kv_rank),
+        f"{theirs}o_proj.weight": (shape.hidden_size, columns),
+    }
+    rules = [
+        whole(f"{ours}linear_kv_down_proj.weight", source=f"{theirs}kv_a_proj_with_mqa.weight", length=down_rows),
+        _latent_norm(ours, "kv", f"{theirs}kv_a_layernorm.weight", latent.kv_rank),
+        _rows(f"{ours}linear_kv_up_proj.weight", f"{theirs}kv_b_proj.weight", key_value_rows),
+        Rule((f"{ours}linear_proj.weight",), 1, ((Segment(f"{theirs}o_proj.weight", 0, columns),),)),
+    ]
+    if latent.q_rank is None:
+        tensors[f"{theirs}q_proj.weight"] = (query_rows, shape.hidden_size)
+        rules.append(_rows(f"{ours}linear_q_proj.weight", f"{theirs}q_proj.weight", query_rows))
+        return LayerPart(tensors, tuple(rules))
+    tensors[f"{theirs}q_a_proj.weight"] = (latent.q_rank, shape.hidden_size)
+    tensors[f"{theirs}q_a_layernorm.weight"] = (latent.q_rank,)
+    tensors[f"{theirs}q_b_proj.weight"] = (query_rows, latent.q_rank)
+    rules += [
+        whole(f"{ours}linear_q_down_proj.weight", source=f"{theirs}q_a_proj.weight", length=latent.q_rank),
+        _latent_norm(ours, "q", f"{theirs}q_a_layernorm.weight", latent.q_rank),
+        _rows(f"{ours}linear_q_up_proj.weight", f"{theirs}q_b_proj.weight", query_rows),
+    ]
+    return LayerPart(tensors, tuple(rules))
+
+
+def _latent_norm(ours: str, name: str, source: str, length: int) -> Rule:
+    """The norm between down and up projection, which Transformer Engine fuses into the latter."""
+    names = (f"{ours}{name}_layernorm.weight", f"{ours}linear_{name}_up_proj.layer_norm_weight")
+    return whole(*names, source=source, length=length)
+
+
+def _rows(name: str, source: str, length: int) -> Rule:
+    """A projection whose rows are cut over the TP ranks."""
+    return Rule((name,), 0, ((Segment(source, 0, length),),))
+
+
+def _mlp(shape: ModelShape, layer: int) -> LayerPart:
+    moe = shape.moe
+    assert moe is not None, "a DeepSeek model has experts"
+    if layer in moe.dense_layers:
+        return dense_mlp(shape, layer)
+    part = routed_experts(shape, layer)
+    if moe.has_bias:
+        source = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        bias = whole(f"decoder.layers.{layer}.mlp.router.expert_bias", source=source, length=moe.num_experts)
+        part += LayerPart({source: (moe.num_experts,)}, (bias,))
+    return part + shared_expert(shape, layer, "shared_experts") if moe.shared_ffn_size else part
