@@ -51,17 +51,7 @@ def build_model(
     `layers` is missing here.
     """
     shape = spec.shape
-    check_layout(
-        shape,
-        LayoutConfig(
-            tp=mesh.tp,
-            pp=mesh.pp,
-            ep=mesh.ep,
-            etp=mesh.etp,
-            sequence_parallel=mesh.sequence_parallel,
-            **asdict(mesh.split),
-        ),
-    )
+    check_layout(shape, _layout(mesh))
     check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
     config = transformer_config(shape, mesh, dtype, dispatcher, recompute)
     stages = mesh.stage_layers(shape.num_layers)
@@ -99,6 +89,11 @@ def build_model(
     model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
     _mark_shards(model, spec, head)
     return model
+
+
+def _layout(mesh: Mesh) -> LayoutConfig:
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "etp": mesh.etp}
+    return LayoutConfig(**sizes, sequence_parallel=mesh.sequence_parallel, **asdict(mesh.split))
 
 
 def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
