@@ -71,11 +71,12 @@ class ActorWorker:
             return batch.fill(old_log_probs=self.log_probs_now(batch))
         routing.shared.reset()
         routing.record()
-        old_log_probs = self.log_probs_now(batch)
+        cut = self._forward_cut(batch)
+        old_log_probs = cut.restored(self.engine.per_token(cut.micros, self._log_probs))
         if self._router_replay == "rollout":
             self._changed = routing.statistics().metrics
         # What the rollout did not record, the router has chosen in this pass.
-        return batch.fill(old_log_probs=old_log_probs, routed_experts=routing.recorded())
+        return batch.fill(old_log_probs=old_log_probs, routed_experts=cut.restored(routing.recorded()))
 
     def rollout_metrics(self) -> dict[str, float]:
         """`rollout/router_changed` of the last old log-prob pass, where it took over the engine's choices."""
