@@ -3,6 +3,7 @@
 #   PYTHON       a Python of at least 3.11 (found by itself)
 #   TORCH_INDEX  an index of CPU wheels for torch; empty takes the pinned version from where pip looks anyway
 #   SEED, OVERRIDES  given to the demo's PPO run: make demo SEED=1 OVERRIDES="actor.optim.lr=0"
+#   WORKERS      processes that make test runs test files in
 #   ROLLOUT      what generates in it: native, or vllm, which has an environment of its own (make setup-vllm)
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
@@ -11,6 +12,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 OVERRIDES ?=
 ROLLOUT ?= native
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,7 +69,7 @@ demo-distill: setup  ## preferences alone, on two ranks: supervised start, DPO, 
 	@$(MEGAPPO) train yaml/demo_distill.yaml --resume $(OVERRIDES)
 
 test: lint  ## lint, then every test that is neither slow nor needs a GPU, vLLM or Ray
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
 
 test-slow: setup  ## the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slow and not gpu"

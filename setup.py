@@ -37,6 +37,7 @@ EXTRAS_REQUIRE = {
     "plots": ["matplotlib>=3.9,<4"],  # tools/learning_curves.py
     "dev": [
         "pytest>=8,<10",
+        "pytest-xdist>=3.6,<4",
         "ruff>=0.14,<0.18",
         "mypy>=1.15,<3",
         "import-linter>=2.3,<3",
