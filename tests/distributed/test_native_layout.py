@@ -77,7 +77,7 @@ def switches(results: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS)
 def test_pieces_cut_anywhere_give_hugging_faces_tokens(model: str, expected: dict[str, Any], results: dict[str, Any]):
     for size, by_model in results["cut"].items():
-        assert by_model[model]["most_pieces"] == 4, size
+        assert by_model[model]["most_pieces"] >= 3, size
         for got in by_model[model]["greedy"]:
             assert_equal(got, expected[model])
         for got in by_model[model]["sampled"]:
@@ -92,15 +92,18 @@ def test_every_layout_gives_hugging_faces_tokens(expected: dict[str, Any], resul
             assert_equal(got, expected[name.split(": ")[1]])
 
 
-def test_a_later_switch_brings_the_later_weights(results: dict[str, Any]):
+def test_a_later_switch_brings_the_later_weights(expected: dict[str, Any], results: dict[str, Any]):
     direct = {
         name.split(": ")[1]: result["direct"][0] for name, result in switches(results).items() if "direct" in result
     }
-    assert direct
+    assert len(direct) > 4
     for name, result in switches(results).items():
-        assert len(result["changed"]) >= 1, name
+        model = name.split(": ")[1]
+        # Where no engine decodes on the training shards themselves, all layouts have to agree on other tokens.
+        wanted = direct.setdefault(model, result["changed"][0])
+        assert wanted[0][1] != pytest.approx(expected[model][0][1], abs=1e-4), name
         for got in result["changed"]:
-            assert_equal(got, direct[name.split(": ")[1]])
+            assert_equal(got, wanted)
 
 
 def test_it_generates_in_its_turn_only(results: dict[str, Any]):
