@@ -111,6 +111,9 @@ def token_metrics(
     }
 
 
+TRAVELS_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
 def exchanged(batch: ExperienceBatch, exchange: RowExchange) -> ExperienceBatch:
     """The rows that arrive, with all fields that the batch has; bit for bit. A collective call."""
     lengths = batch.lengths
@@ -122,7 +125,7 @@ def exchanged(batch: ExperienceBatch, exchange: RowExchange) -> ExperienceBatch:
             continue
         if value is None or field.name in PER_SEQUENCE:
             fields[field.name] = None if value is None else exchange.fixed(value)
-        else:  # bool travels as bytes
-            plain = value.to(torch.uint8) if value.dtype == torch.bool else value
+        else:  # bool travels as bytes, and int16, which gloo does not know, as int32
+            plain = value.to(TRAVELS_AS.get(value.dtype, value.dtype))
             fields[field.name] = exchange.ragged(plain, lengths, arrived).to(value.dtype)
     return ExperienceBatch(**fields)  # type: ignore[arg-type]

@@ -13,6 +13,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import learning, megappo, succeed, write_run_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # in short: test_together.py
+
 GRADIENT_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
 LORA = "model.lora.rank=3,critic.lora.rank=3"
@@ -189,7 +191,6 @@ def test_peft_computes_the_same_log_probs(inside: Inside, name: str) -> None:
     assert float((ours["log_probs"][..., : theirs.shape[-1]] - theirs).abs().max()) <= 1e-5
 
 
-@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit_and_other_adapters_are_refused(tmp_path: Path) -> None:
     words: list[object] = [write_run_experiment(tmp_path), "trainer.total_steps=4", "trainer.save_freq=2"]
     words += ["model.lora.rank=4", "critic.lora.rank=4", "model.lora.type=dora", "model.lora.dropout=0.1"]

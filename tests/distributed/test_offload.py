@@ -8,6 +8,8 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.runs import write_run_experiment
 
+pytestmark = pytest.mark.slow  # in short: test_together.py
+
 STEPS = "trainer.total_steps=3,trainer.test_freq=2,trainer.save_last=false"
 EVERYTHING = ",".join(
     [f"{role}.offload.{kind}=true" for role in ("actor", "critic") for kind in ("params", "grads", "optimizer")]

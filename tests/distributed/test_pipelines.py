@@ -9,6 +9,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import write_run_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # in short: test_together.py
+
 FIRST = "layout.pp=2,layout.num_layers_in_first_pipeline_stage=1"
 LOSS = "layout.pp=2,layout.account_for_loss_in_pipeline_split=true"
 RECOMPUTE = "model.recompute_granularity=full,model.recompute_method=block,model.recompute_num_layers=2"

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.parity import Runs, largest_difference, run_layouts, write_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # in short: test_together.py
+
 GRADIENT_LIMIT = 1e-5
 LOSSES = "model.moe.aux_loss_coeff=0.1,model.moe.z_loss_coeff=0.05,trainer.total_steps=2"
 REPLAY = f"actor.router_replay=rollout,{LOSSES}"
