@@ -31,6 +31,7 @@ def actor_forward(config: ExperimentConfig) -> PassSize:
 
 
 def reference_forward(config: ExperimentConfig) -> PassSize:
+    """Its sizes, else those of the actor's pass of old log-probs."""
     sequences = config.ref.log_prob_micro_batch_size_per_gpu or config.actor.log_prob_micro_batch
     if not config.reference_is_dynamic:
         return PassSize(sequences, None, "")

@@ -145,6 +145,7 @@ class Movable:
         return True
 
     def back(self) -> None:
+        """Begins to bring it here; `wait` before it is used."""
         if not self._is_out:
             return
         # Memory comes from the stream that computes, which will be the one that frees it.

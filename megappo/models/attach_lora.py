@@ -7,7 +7,6 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import hashlib
 import math
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -41,9 +40,6 @@ def attach_lora(
     model.requires_grad_(False)
     if head_of(model) == "value":
         model.output_layer.requires_grad_(True)
-    if model.pre_process:
-        # Megatron's recomputation of layers gives no gradients where no input has one, and the embedding is frozen.
-        model.embedding.register_forward_hook(_with_gradient)
     for layer in model.decoder.layers:
         prefix = f"decoder.layers.{layer.layer_number - 1}."
         for target in (target for name, target in targets.items() if name.startswith(prefix)):
@@ -80,10 +76,6 @@ class Merge:
         """The parameter's tensor, or a new one with ΔW in it. All TP ranks of a model copy call it together."""
         found = self._of_weight.get(item.parameter)
         return item.tensor if found is None else found[1].merged(found[0])
-
-
-def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _attach(

@@ -75,7 +75,7 @@ def build_model(
     if shape.rope_scaling is not None:
         # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
-    if recompute.granularity == "full" and mesh.is_first_stage:
+    if recompute.granularity is not None and mesh.is_first_stage:
         model.embedding.register_forward_hook(keep_gradient_path)
     if head == "value" and mesh.is_last_stage:
         model.output_layer = ValueHead(

@@ -207,6 +207,7 @@ def cutter(config: ExperimentConfig, mesh: Mesh, size: PassSize) -> Cutter:
 def critic_worker(
     config: ExperimentConfig, mesh: Mesh, critic: TrainedRole | None, scale_length: int
 ) -> CriticWorker | NoCritic:
+    """The worker of a built critic; without one (`critic` None) what stands in its place."""
     if critic is None:
         return NoCritic()
     return CriticWorker(

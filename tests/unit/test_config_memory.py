@@ -86,5 +86,13 @@ def test_modules_that_a_model_has_not(module: str, message: str) -> None:
         check_recompute(dense(), Recompute("selective", modules=modules), has_fused_norms=True)  # type: ignore[arg-type]
 
 
-def test_norms_of_torch_layers_can_be_recomputed() -> None:
-    check_recompute(dense(), Recompute("selective", modules=("layernorm", "mlp")), has_fused_norms=False)
+def test_norms_can_be_recomputed_where_they_stand_alone() -> None:
+    """The same modules are refused or not by the kind of layers alone."""
+    recompute = Recompute("selective", modules=("layernorm", "mlp"))
+    refused = []
+    for has_fused_norms in (True, False):
+        try:
+            check_recompute(dense(), recompute, has_fused_norms=has_fused_norms)
+        except ConfigError:
+            refused.append(has_fused_norms)
+    assert refused == [True]

@@ -77,6 +77,7 @@ class TrainingShards:
         return self._shards
 
     def views(self, transfer: Transfer) -> Views:
+        """Of this rank's shard, the rows that `transfer` takes: views, nothing is copied."""
         name = transfer.source_name
         assert self._has_copies or name not in self._adapted, f"{name} has an adapter, which was not merged"
         parts = self._shards[name]

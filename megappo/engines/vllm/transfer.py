@@ -81,6 +81,7 @@ class LoadTransfer:
         self._weight_bytes = sum(parameter.nbytes for parameter in vllm_model.parameters())
 
     def transfer(self, vllm_model: nn.Module, worker: Any) -> Moved:
+        """Streams the whole tensors, one at a time, through vLLM's loader. All ranks call it."""
         for module in vllm_model.modules():
             # Otherwise vLLM takes the experts for laid out already, and computes with wrong ones (0.32.0).
             if hasattr(getattr(module, "quant_method", None), "moe_kernel"):

@@ -55,6 +55,7 @@ class DeepseekV2:
     value_architecture: str = "DeepseekV2ForSequenceClassification"
 
     def shape(self, config: HFConfig) -> ModelShape:
+        """Sizes from `config.json`. Raises ConfigError for routing that is not DeepSeek-V2's."""
         refuse_unless(config, "scoring_func", "softmax")
         refuse_unless(config, "norm_topk_prob", False)
         method = config.get("topk_method") or "greedy"

@@ -25,6 +25,7 @@ class Phi3:
     value_architecture: str = "Phi3ForSequenceClassification"
 
     def shape(self, config: HFConfig) -> ModelShape:
+        """Sizes from `config.json`. Raises ConfigError for dropout, and for what `read_shape` refuses."""
         for dropout in ("resid_pdrop", "embd_pdrop"):
             refuse_unless(config, dropout, 0.0)
         shape = read_shape(config, qkv_bias=False, qk_norm=False, default_tied=False)
