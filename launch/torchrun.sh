@@ -10,11 +10,15 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 . "$here/env.sh"
 
+# On one machine torchrun finds a free port itself, so that two runs can go side by side.
+meeting=(--standalone)
+if [[ "${NNODES:-1}" != 1 || -n "${MASTER_PORT:-}" ]]; then
+    meeting=(--nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}")
+    meeting+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+fi
+
 exec "${PYTHON:-$here/../.venv/bin/python}" -m torch.distributed.run \
     --nproc-per-node "${NPROC:-gpu}" \
-    --nnodes "${NNODES:-1}" \
-    --node-rank "${NODE_RANK:-0}" \
-    --master-addr "${MASTER_ADDR:-127.0.0.1}" \
-    --master-port "${MASTER_PORT:-29500}" \
+    "${meeting[@]}" \
     --shutdown-timeout "${STOP_GRACE_SECONDS:-600}" \
     -m megappo train "$@"

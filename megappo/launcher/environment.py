@@ -1,12 +1,14 @@
 """The environment of a rank: what the local launcher sets, and what a rank that torchrun or srun started finds."""
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
 import psutil
 
 from megappo.launcher.failure import FAILURE_DIR
+from megappo.parallel.meeting import MEETING_SOCKET
 
 LAUNCHER_PID = "MEGAPPO_LAUNCHER_PID"
 """Environment variable: the process that a local rank must not outlive."""
@@ -37,15 +39,17 @@ def settings(num_threads: int, on_gpu: bool) -> dict[str, str]:
     return shared if on_gpu else shared | {"TORCHDYNAMO_DISABLE": "1"}
 
 
-def rank_environment(rank: int, num_ranks: int, port: int, claims: Path) -> dict[str, str]:
-    """Variables of one rank of a world that lives on this machine."""
+def rank_environment(rank: int, num_ranks: int, meeting: socket.socket, claims: Path) -> dict[str, str]:
+    """Variables of one rank of a world that lives on this machine and meets at the socket."""
+    address, port = meeting.getsockname()
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        MEETING_SOCKET: str(meeting.fileno()),
         "PYTHONUNBUFFERED": "1",
         FAILURE_DIR: str(claims),
         LAUNCHER_PID: str(os.getpid()),

@@ -21,6 +21,7 @@ from typing import Self
 from megappo.errors import ExitCode
 from megappo.launcher.environment import rank_environment
 from megappo.launcher.outcome import Outcome, tell
+from megappo.parallel.meeting import listening
 
 POLL_SECONDS = 0.05
 CLOSING_SECONDS = 3.0
@@ -94,10 +95,10 @@ class _Ranks:
 
     def __enter__(self) -> Self:
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
         try:
-            for rank in range(self._program.num_ranks):
-                self._processes.append(self._start(rank, port))
+            with listening() as meeting:
+                for rank in range(self._program.num_ranks):
+                    self._processes.append(self._start(rank, meeting))
         except BaseException:
             self.kill()
             raise
@@ -108,9 +109,9 @@ class _Ranks:
         for process in self._processes:
             process.wait()
 
-    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, meeting: socket.socket) -> subprocess.Popen[bytes]:
         program = self._program
-        own = rank_environment(rank, program.num_ranks, port, self._scratch)
+        own = rank_environment(rank, program.num_ranks, meeting, self._scratch)
         with ExitStack() as stack:
             output = None
             if rank > 0:
@@ -122,6 +123,7 @@ class _Ranks:
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,
+                pass_fds=(meeting.fileno(),) if rank == 0 else (),
             )
 
     def poll(self) -> bool:
@@ -182,9 +184,3 @@ def _watch(ranks: _Ranks, signals: _Signals, grace: float) -> Outcome:
         was_stopped=signals.stops > 0,
         was_killed=ranks.killed,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

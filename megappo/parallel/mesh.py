@@ -4,7 +4,6 @@ import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import math
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +18,7 @@ from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.errors import ConfigError
+from megappo.parallel.meeting import meeting_store
 
 
 @dataclass(frozen=True)
@@ -225,19 +225,15 @@ def _join_process_group(timeout: timedelta) -> None:
         return
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
-    if runtime.on_cpu:
-        dist.init_process_group("gloo", timeout=timeout)
-    else:
+    backend = "gloo" if runtime.on_cpu else "cpu:gloo,cuda:nccl"
+    if not runtime.on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    store = meeting_store(timeout)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _check_groups(mesh: Mesh) -> None:

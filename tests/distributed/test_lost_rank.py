@@ -5,7 +5,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.ranks import ROOT, free_port, rank_environment
+from torch.distributed import TCPStore
+
+from tests.support.ranks import ROOT, meeting_environment, rank_environment
 from tests.support.tiny_models import tiny_model
 
 TIMEOUT = 20  # seconds, as in the program
@@ -15,12 +17,14 @@ def test_the_others_end_with_an_error_that_names_the_switch(tmp_path: Path) -> N
     folder = tiny_model(tmp_path / "model", "llama", num_layers=4)
     command = [sys.executable, "-m", "tests.distributed.programs.lost_rank", "--folder", str(folder)]
     command += ["--out", str(tmp_path)]
-    port, start = str(free_port()), time.monotonic()
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "MASTER_PORT": port} for rank in range(4)]
+    store, start = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), time.monotonic()
     processes = [
-        subprocess.Popen(command, cwd=ROOT, env=rank_environment() | place, stderr=subprocess.PIPE, text=True)
-        for place in places
-    ]
+        subprocess.Popen(
+            command, cwd=ROOT, env=rank_environment() | meeting_environment(rank, 4, store.port),
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
     try:
         errors = [process.communicate(timeout=150)[1] for process in processes]
     finally:

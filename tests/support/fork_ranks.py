@@ -15,7 +15,7 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 from torch.distributed import TCPStore
 
-ONE_HOST = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+from tests.support.ranks import meeting_environment
 
 
 def main() -> int:
@@ -42,9 +42,7 @@ def main() -> int:
 
 def run_rank(rank: int, num_ranks: int, port: int, module: str) -> None:
     """The program as `__main__`, then the end of this process, whatever happens."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= ONE_HOST | {name: str(value) for name, value in (place | address).items()}
+    os.environ |= meeting_environment(rank, num_ranks, port)
     code = 1
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -4,7 +4,6 @@ things."""
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,10 +13,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def meeting_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The place of one rank on this host, in the words of torchrun, whose agent has the store at `port`."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def rank_environment() -> dict[str, str]:
@@ -27,7 +35,6 @@ def rank_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "MASTER_ADDR": "127.0.0.1",
     }
 
 

@@ -49,6 +49,33 @@ print("hello", rank)
     assert (tmp_path / "logs" / "rank-00001.out").read_text() == "hello 1\n"
 
 
+def test_nobody_can_take_the_port_before_rank_0_has_started(tmp_path: Path) -> None:
+    body = f"""
+import socket
+seen = Path(r"{tmp_path}", "seen")
+if rank == 1:  # rank 0 is not there yet
+    with socket.socket() as other, socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+        try:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            seen.write_text(str(error))
+while not seen.exists():
+    time.sleep(0.02)
+from datetime import timedelta
+from megappo.parallel.meeting import meeting_store
+store = meeting_store(timedelta(seconds=60))
+store.set(f"rank {{rank}}", str(rank))
+Path(r"{tmp_path}", str(rank)).write_text(" ".join(store.get(f"rank {{other}}").decode() for other in range(3)))
+store.add("written", 1)
+while store.add("written", 0) < 3:  # the store ends with rank 0
+    time.sleep(0.02)
+time.sleep(0.5 if rank == 0 else 0)
+"""
+    assert run(body, 3)[0] is ExitCode.DONE
+    assert "in use" in (tmp_path / "seen").read_text()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 1 2"] * 3
+
+
 CLAIM = """
 from megappo.launcher.failure import *
 from megappo.errors import *
