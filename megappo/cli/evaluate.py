@@ -11,6 +11,7 @@ from megappo.launcher.start import run_on_ranks
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `megappo evaluate` with its options."""
     parser = commands.add_parser("evaluate", help="score a model on the experiment's held-out prompts")
     add_experiment(parser)
     add_nproc(parser)

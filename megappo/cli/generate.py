@@ -16,6 +16,7 @@ from megappo.launcher.start import run_on_ranks
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `megappo generate` with its options."""
     parser = commands.add_parser("generate", help="responses of a model to prompts")
     parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face folder or checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)

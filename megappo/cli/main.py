@@ -45,6 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets `run`, the function that carries it out."""
     parser = argparse.ArgumentParser(
         prog="megappo",
         description="PPO for language models on Megatron shards.",

@@ -16,6 +16,7 @@ from megappo.launcher.start import run_on_ranks
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `megappo train` with its options."""
     parser = commands.add_parser("train", help="run PPO or supervised training")
     add_experiment(parser)
     add_nproc(parser)

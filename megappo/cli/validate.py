@@ -18,6 +18,7 @@ Load = Callable[..., Sequence[Any]]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `megappo validate` with its options."""
     parser = commands.add_parser("validate", help="check an experiment file and print its batch arithmetic")
     add_experiment(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="check for a run on N ranks")

@@ -44,6 +44,7 @@ def reference_forward(config: ExperimentConfig) -> PassSize:
 
 
 def critic_update(config: ExperimentConfig) -> PassSize:
+    """The critic's updates; a limit that is not set is the actor's."""
     sequences, own = critic_micro_batch(config), config.critic.ppo_max_token_len_per_gpu
     if not config.critic_is_dynamic:
         return PassSize(sequences, None, "")

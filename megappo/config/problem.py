@@ -49,8 +49,13 @@ def nearest_location(path: str, locations: Mapping[str, str]) -> str | None:
 
 def typed(value: Any) -> str:
     """A value as one would type it in YAML, shortened to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(json.dumps(value, ensure_ascii=False, default=str), 60)
+
+
+def shortened(text: str, limit: int) -> str:
+    """`text` in at most `limit` characters; the end stays, where a path has its file's name."""
+    head = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:head]}...{text[head + 3 - limit :]}"
 
 
 def raise_errors(problems: Iterable[Problem], locations: Mapping[str, str] | None = None) -> None:

@@ -21,6 +21,7 @@ class FittedPrompts:
     cut: frozenset[int]
 
     def report(self, file: str, data: DataConfig) -> None:
+        """Warns of prompts of `file` that were left out or cut."""
         left_out = sum(ids is None for ids in self.token_ids)
         total, limit = len(self.token_ids), data.max_prompt_length
         if left_out:
@@ -54,6 +55,7 @@ def fit_prompts(data: DataConfig, rows: Sequence[Row], encoded: Sequence[list[in
 
 
 def refuse_empty(loaded: Sequence[object], data: DataConfig, files: Sequence[str]) -> None:
+    """Raises DataError where filtering has left nothing of `files`."""
     if not loaded:
         raise DataError(
             f"{', '.join(files)}: nothing is left after filtering by data.max_prompt_length="
@@ -62,6 +64,10 @@ def refuse_empty(loaded: Sequence[object], data: DataConfig, files: Sequence[str
 
 
 def fit_response(data: DataConfig, row: Row, target: list[int]) -> list[int] | None:
+    """The token ids of a target within `data.max_response_length`; None where the row is left out.
+
+    Raises DataError where `data.overlong_prompts` is `error` and it is longer.
+    """
     limit = data.max_response_length
     if len(target) <= limit:
         return target

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.config.data import DataConfig
+from megappo.config.problem import shortened
 from megappo.data.lengths import fit_response, refuse_empty
 from megappo.data.prompts import prompts_of, response_ids
-from megappo.data.render import PromptRenderer, chat_messages, shortened
+from megappo.data.render import PromptRenderer, chat_messages
 from megappo.data.sources import Row, read_rows
 from megappo.data.tokenizer import Message, Tokenizer
 from megappo.errors import DataError
@@ -100,7 +101,7 @@ def _response_text(row: Row, key: str, setting: str, render: PromptRenderer) -> 
     if len(turns) != 1 or turns[0]["role"] != "assistant" or not isinstance(turns[0]["content"], str):
         raise DataError(
             f"{row.place}: {key!r} must be a string or one assistant's turn, alone or after the turns of the prompt "
-            f"exactly as they stand there, not {shortened(value)}"
+            f"exactly as they stand there, not {shortened(repr(value), 80)}"
         )
     return turns[0]["content"]
 

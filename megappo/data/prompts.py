@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.config.data import DataConfig
+from megappo.config.problem import shortened
 from megappo.data.lengths import fit_prompts, fit_response, refuse_empty
-from megappo.data.render import PromptRenderer, answer_text, shortened
+from megappo.data.render import PromptRenderer, answer_text
 from megappo.data.sources import Row, read_rows, source_name
 from megappo.data.tokenizer import Tokenizer
 from megappo.errors import DataError
@@ -123,7 +124,7 @@ def load_supervised(
 def _response_text(row: Row, key: str) -> str:
     value = row.get(key, "data.response_key")
     if not isinstance(value, str):
-        raise DataError(f"{row.place}: column {key!r} must be a string, not {shortened(value)}")
+        raise DataError(f"{row.place}: column {key!r} must be a string, not {shortened(repr(value), 80)}")
     return value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megappo.config.data import DataConfig
+from megappo.config.problem import shortened
 from megappo.data.sources import Row
 from megappo.data.tokenizer import Message, Tokenizer
 from megappo.errors import ConfigError, DataError
@@ -91,7 +92,8 @@ def chat_messages(value: Any, row: Row, key: str) -> list[Message]:
     )
     if not well_formed:
         raise DataError(
-            f"{row.place}: {key!r} must be a string or a list of messages with role and content, not {shortened(value)}"
+            f"{row.place}: {key!r} must be a string or a list of messages with role and content, "
+            f"not {shortened(repr(value), 80)}"
         )
     return [Message(role=str(turn["role"]), content=turn["content"]) for turn in value]
 
@@ -105,8 +107,3 @@ def answer_text(value: Any) -> str:
     if isinstance(value, bool | int | float | Sequence | Mapping):
         return json.dumps(value, ensure_ascii=False, default=str)
     return str(value)
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

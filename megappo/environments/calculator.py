@@ -38,6 +38,7 @@ class Calculator:
         self._prompt = prompt
 
     def answer(self, turn: str) -> Reply | None:
+        """The result of `<<expression>>` at the turn's end, or of each `<tool_call>`; None where nothing was asked."""
         if turn.endswith(">>") and "<<" in turn:
             return Reply(calculated(turn[turn.rindex("<<") + 2 : -2]))
         calls = CALL.findall(turn)

@@ -31,6 +31,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> "Failure":
+        """What rank `rank` tells of `error`: a traceback only where it is not a mistake of the user's."""
         is_users = isinstance(error, UserError)
         return cls(
             rank=rank,

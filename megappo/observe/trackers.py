@@ -43,11 +43,13 @@ class JsonlTracker:
         self._file = file
 
     def start(self, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Keeps the whole lines up to `resumed_at`, none where the run is new."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_at is None else [line for line in _complete_lines(self._file) if _step(line) <= resumed_at]
         replace_file(self._file, "".join(line + "\n" for line in kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line, on disk when this returns."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         entry = {"step": step, "wall_time": time.time(), **values}
         with self._file.open("a", encoding="utf-8") as file:
@@ -70,6 +72,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, config: Mapping[str, Any], resumed_at: int | None) -> None:
+        """Opens an event file; what was logged after `resumed_at` is hidden."""
         # Seconds to import; runs without it should not pay for it.
         from torch.utils.tensorboard import SummaryWriter
 

@@ -161,6 +161,7 @@ class TrainingData:
         exported_role: str = "actor",
         memory: Memory = NO_MEMORY,
     ) -> Loop:
+        """The loop over this data, with its checkpoints, evaluations and reports."""
         parts = LoopParts(
             total_steps=self.total_steps,
             spec=spec,
@@ -222,6 +223,7 @@ def critic_worker(
 def reference_worker(
     config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, roles: RoleBuilder, actor: TrainedRole
 ) -> ReferenceWorker | NoReference:
+    """The worker of the reference; where no KL needs one, its stand-in, which fills nothing."""
     if not config.needs_reference:
         return NoReference()
     fills_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == EXACT
@@ -266,6 +268,7 @@ def evaluator(
     rollout: RolloutWorker,
     reward: RewardWorker | SetRewards,
 ) -> Evaluator:
+    """Evaluates the policy on the held-out prompts of `sets`."""
     sampling = evaluation_sampling(config.trainer.evaluation, training_sampling(config))
     return Evaluator(mesh, sets, rollout, reward, config.trainer.evaluation, sampling)
 

@@ -82,6 +82,7 @@ def pair_samples(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Rollout
 def replay(
     config: ExperimentConfig, mesh: Mesh, critic: CriticWorker | NoCritic, advantages: AdvantagePhase
 ) -> Replay | NoReplay:
+    """The replay buffer of this rank, in memory or on disk; its stand-in where `replay.size` is 0."""
     settings = config.replay
     if not settings.size:
         return NoReplay()

@@ -35,6 +35,7 @@ class Reporter:
                 self._trackers.append(TensorBoardTracker(folder.tensorboard))
 
     def start(self, resumed_at: int | None) -> None:
+        """Opens logs and trackers; `resumed_at` is the step that the run goes on from."""
         _log_to(self._folder.log(self._mesh.rank))
         _log.info("rank grid:\n%s", self._mesh)
         if not self._writes:

@@ -64,6 +64,7 @@ class ActorWorker:
             engine.routing.is_complete = not bypass
 
     def fill_old_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """Fills `old_log_probs`, and `routed_experts` where router replay wants them for the update."""
         if self._bypass:
             return batch.fill(old_log_probs=batch.rollout_log_probs)
         routing = self.engine.routing

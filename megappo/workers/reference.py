@@ -24,6 +24,7 @@ class ReferenceWorker:
         self._policy = policy
 
     def fill_log_probs(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """Fills `ref_log_probs`, and `ref_kl` where the KL in the reward is exact."""
         cut = self._cut(batch)
         batch = batch.fill(ref_log_probs=cut.restored(self.engine.per_token(cut.micros, self._log_probs)))
         if self._policy is None:

@@ -8,6 +8,7 @@ import pytest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import load_experiment, read_experiment, to_yaml
 from megappo.config.messages import known_keys
+from megappo.config.problem import shortened, typed
 from megappo.errors import ConfigError
 from tests.support.experiments import write_experiment
 
@@ -174,3 +175,12 @@ def test_the_tree_stays_small() -> None:
     keys = set(known_keys(ExperimentConfig))
     sections = {key.rpartition(".")[0] for key in keys}
     assert 100 < len(keys - sections) <= 300
+
+
+def test_a_long_value_keeps_its_end() -> None:
+    folder = "/models/" + 10 * "very-long-folder/"
+    assert typed(f"{folder}config.json") == '"/models/very-long-folder/ve...very-long-folder/config.json"'
+    assert len(typed(f"{folder}config.json")) == 60
+    assert typed(f"{folder}config.json"[-58:]).endswith('very-long-folder/config.json"')
+    assert shortened("abcdefghij", 9) == "abc...hij"
+    assert shortened("abcdefghij", 10) == "abcdefghij"

@@ -49,6 +49,7 @@ class PieceDestination:
         return all(view.data_ptr() in ours for view in views)
 
     def view(self, transfer: Transfer) -> Tensor:
+        """A new piece to receive `transfer` into: [rows], or with the width before or after; experts come first."""
         rows, width = transfer.length, transfer.width
         shape: tuple[int, ...] = (rows,)
         if width is not None:

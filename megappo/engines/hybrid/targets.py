@@ -55,6 +55,7 @@ class NativeTargets:
         self._of_rank: dict[int, tuple[Target, ...]] = {}
 
     def of(self, rank: int) -> Sequence[Target]:
+        """The parameters that global rank `rank` decodes with; equal ranks share them."""
         if rank not in self._of_rank:
             members = self._grid.members(self._grid.replica(rank))
             key = (self._grid.tp_rank(rank), tuple(self._grid.training.ep_rank(member) for member in members))

@@ -50,6 +50,7 @@ class CachedAttention(nn.Module):
         self._softcap = softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+        """Query, key, value [T, 1, heads, head_dim] → [T, 1, heads · head_dim]; keys and values go to the cache."""
         tokens = self._step.tokens
         num_tokens, num_decoding = tokens.num_tokens, tokens.num_decoding
         self._cache.write(

@@ -59,6 +59,7 @@ class ExpertsPieces(PieceModule):
         self.shared_experts = SharedExpertPieces(moe.has_shared_gate) if moe.shared_ffn_size else None
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T, 1, H] → [T, 1, H] and no bias, summed over the ranks of the replica."""
         flat = hidden.flatten(0, -2)
         output = self._routed(flat)
         if self.shared_experts is not None:

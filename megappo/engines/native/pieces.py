@@ -81,6 +81,7 @@ class ColumnPieces(PieceModule):
     """Column-parallel: [..., in] → this rank's rows of the weight [..., out / tp], with their bias where it has one."""
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[..., in] → [..., out / tp] and no bias, for it is added here."""
         output = linear_rows(hidden, self.pieces("weight"))
         offset = 0
         for piece in self.weights.parameters.get(f"{self._name}.bias", ()):
@@ -117,6 +118,7 @@ class VocabularyPieces(PieceModule):
     """Embedding: token ids [...] → [..., hidden], each looked up on the rank and in the piece that has its row."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Token ids [...] → [..., hidden], summed over the ranks of the replica."""
         pieces = self.pieces("weight")
         first = self._ranks.place * sum(map(len, pieces))
         embedded = pieces[0].new_zeros(*token_ids.shape, pieces[0].shape[1])

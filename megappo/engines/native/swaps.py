@@ -52,6 +52,7 @@ class LogitRows(nn.Module):
         return self._output_layer.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
+        """Hidden [T or T / tp, 1, H] → logits [rows, 1, vocabulary / tp] and no bias."""
         if isinstance(self._output_layer, OutputPieces):
             return self._output_layer(hidden[self._step.tokens.logit_rows])  # type: ignore[no-any-return]
         if self._output_layer.sequence_parallel:

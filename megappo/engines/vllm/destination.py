@@ -47,6 +47,7 @@ class VLLMDestination:
         return parameter is not None and parameter.data_ptr() == views[0].data_ptr()
 
     def view(self, transfer: Transfer) -> Tensor:
+        """The part of vLLM's parameter that `transfer` fills; a parameter on meta gets its memory now."""
         name = transfer.target_name
         if self.parameter(name).is_meta:
             self._give_memory(name, torch.empty_like(self.parameter(name), device=self._device))

@@ -71,6 +71,7 @@ class DirectTransfer:
         )
 
     def load(self, vllm_model: nn.Module) -> None:
+        """vLLM's model loader: binds what is aliased, fills the rest; AssertionError where a parameter has no plan."""
         destination = VLLMDestination(vllm_model, self._mesh.device)
         names = {
             with_numbers(target.name, layer) for target in self._targets.of(self._mesh.rank) for layer in target.layers
@@ -83,6 +84,7 @@ class DirectTransfer:
             assert not buffer.is_meta, f"vLLM's buffer {name} was taken for a parameter; use hybrid.weights=load"
 
     def transfer(self, vllm_model: nn.Module, worker: Any) -> Moved:
+        """Sends the weights as they are now; returns the bytes by kind."""
         # Made after vLLM has laid the weights out: from here on their memory stays where it is, also over a sleep.
         if self._switch is None:
             self._switch = self._made(vllm_model)
