@@ -79,6 +79,11 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property
+    def kind(self) -> type[torch.optim.Optimizer]:
+        """The class that steps the shards: torch's AdamW, or Apex's or Transformer Engine's FusedAdam."""
+        return type(next(self._inner()))
+
+    @property
     def num_steps(self) -> int:
         """Steps taken so far, over resumed runs too."""
         return int(self._schedule.num_steps)

@@ -164,8 +164,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=runtime.on_cpu,
         perform_initialization=False,
+        gradient_accumulation_fusion=runtime.fuses_weight_gradients(),
         # Fusions that need Apex or TE, or compile kernels, for layers that TE fuses anyway.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

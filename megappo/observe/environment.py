@@ -4,20 +4,22 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 
-def describe_environment(world_size: int) -> dict[str, Any]:
-    """JSON values: Python, platform, ranks, GPUs, every installed package, and the commit where the project is a
-    checkout."""
+def describe_environment(world_size: int, kernels: Mapping[str, str]) -> dict[str, Any]:
+    """JSON values: Python, platform, ranks, GPUs, kernels by the part that they compute, every installed package, and
+    the commit where the project is a checkout."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "world_size": world_size,
         "cpus": os.cpu_count(),
         "gpus": _gpus(),
+        "kernels": dict(kernels),
         "commit": _commit(),
         "command": sys.argv,
         "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in metadata.distributions())),

@@ -17,6 +17,15 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine_torch") is not None
 
 
+WEIGHT_GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"
+"""Apex's extension that adds a weight's gradient to DDP's float32 buffer in the product that computes it."""
+
+
+def fuses_weight_gradients() -> bool:
+    """Whether Apex's extension is installed. Megatron's own linear layers, the output layer always, know no other."""
+    return importlib.util.find_spec(WEIGHT_GRADIENT_KERNEL) is not None
+
+
 def device() -> torch.device:
     """The device of this rank's parameters."""
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

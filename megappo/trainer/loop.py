@@ -22,6 +22,7 @@ from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer
+from megappo.engines.kernels import kernels_of
 from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
@@ -121,7 +122,8 @@ class Loop:
         self._mesh = mesh
         self._parts = parts
         self._folder = RunFolder(Path(config.trainer.run_dir))
-        self._reporter = Reporter(config, mesh, self._folder, parts.total_steps)
+        kernels = next((kernels_of(role.model, role.optimizer) for role in parts.roles.values() if role.optimizer), {})
+        self._reporter = Reporter(config, mesh, self._folder, parts.total_steps, kernels)
         self._store = CheckpointStore(
             self._folder.checkpoints,
             mesh,

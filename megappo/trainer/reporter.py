@@ -22,8 +22,11 @@ _log = logging.getLogger(__name__)
 class Reporter:
     """Console, trackers and the run folder's small files, behind one face for the loop."""
 
-    def __init__(self, config: ExperimentConfig, mesh: Mesh, folder: RunFolder, total_steps: int) -> None:
+    def __init__(
+        self, config: ExperimentConfig, mesh: Mesh, folder: RunFolder, total_steps: int, kernels: Mapping[str, str]
+    ) -> None:
         self._config = config
+        self._kernels = kernels
         self._mesh = mesh
         self._folder = folder
         self._writes = mesh.is_writer
@@ -38,9 +41,11 @@ class Reporter:
         """Opens logs and trackers; `resumed_at` is the step that the run goes on from."""
         _log_to(self._folder.log(self._mesh.rank))
         _log.info("rank grid:\n%s", self._mesh)
+        kernels = " · ".join(f"{part} {name}" for part, name in self._kernels.items())
+        _log.info("kernels: %s", kernels)
         if not self._writes:
             return
-        self._folder.describe(to_yaml(self._config), describe_environment(self._mesh.world_size))
+        self._folder.describe(to_yaml(self._config), describe_environment(self._mesh.world_size, self._kernels))
         self._folder.status("running", resumed_at or 0)
         for tracker in self._trackers:
             tracker.start(self._config.model_dump(mode="json"), resumed_at)
@@ -48,7 +53,9 @@ class Reporter:
             self.event(resumed_at, "resumed")
         if self._console:
             where = "" if resumed_at is None else f", going on after step {resumed_at}"
-            self._console.say(f"{self._config.trainer.kind} in {self._folder.path}{where}\n{self._mesh}")
+            self._console.say(
+                f"{self._config.trainer.kind} in {self._folder.path}{where}\n{self._mesh}\nkernels: {kernels}"
+            )
 
     def phase(self, step: int, name: str) -> None:
         if self._console:
