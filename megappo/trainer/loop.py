@@ -6,16 +6,12 @@ The algorithm is the body of `for step in loop.steps()`; this file knows none.
 from __future__ import annotations
 
 import contextlib
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-import torch
 
 from megappo.algorithms.kl import KLController
 from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
@@ -31,6 +27,7 @@ from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
+from megappo.observe.memory import PeakMemory
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
@@ -79,8 +76,11 @@ class LoopParts:
 class Step:
     """One step as its loop body sees it: its number, its clock, and the place for its metrics."""
 
-    def __init__(self, number: int, reporter: Reporter, world_size: int, memory: Memory = NO_MEMORY) -> None:
+    def __init__(
+        self, number: int, reporter: Reporter, world_size: int, peak: PeakMemory, memory: Memory = NO_MEMORY
+    ) -> None:
         self.number = number
+        self._peak = peak
         self._memory = memory
         self._world_size = world_size
         self.metrics: dict[str, float] = {}
@@ -93,8 +93,9 @@ class Step:
         """Measures `time/<name>`, and moves to host memory what the next phase may not need."""
         self._reporter.phase(self.number, name)
         with self._clock.phase(name):
+            self._peak.begin_phase()
             yield
-            self.metrics |= self._memory.metrics(name)
+            self.metrics |= self._peak.metrics(name) | self._memory.metrics(name)
             self._memory.rest()
 
     def progress(self, done: int, total: int) -> None:
@@ -112,6 +113,7 @@ class Step:
         """Ends the step's clock. `num_tokens` are the tokens of its sequences over all ranks, prompts included."""
         self.metrics |= mean_of(self._updates) | self._clock.times()
         self.metrics |= throughput(self.metrics, num_tokens, self._world_size)
+        self.metrics["perf/peak_memory_bytes"] = float(self._peak.of_run)
 
 
 class Loop:
@@ -133,6 +135,7 @@ class Loop:
         )
         self._stop = StopSignal(mesh)
         self._best = BestEvaluation(config.trainer.best_metric)
+        self._peak = PeakMemory()
         self._last_saved = 0
         self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE
@@ -143,7 +146,7 @@ class Loop:
         start = self._start()
         self._parts.memory.rest()
         for number in range(start + 1, self._parts.total_steps + 1):
-            step = Step(number, self._reporter, self._mesh.world_size, self._parts.memory)
+            step = Step(number, self._reporter, self._mesh.world_size, self._peak, self._parts.memory)
             yield step
             self._after(step)
             if number < self._parts.total_steps and self._stop.requested():
@@ -270,18 +273,7 @@ class Loop:
 
 def throughput(metrics: Mapping[str, float], num_tokens: int, world_size: int) -> dict[str, float]:
     """`perf/…` of a step and `rollout/tokens_per_second` (response tokens, all ranks), from its times."""
-    rates = {
-        "perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size,
-        "perf/peak_memory_bytes": float(peak_memory_bytes()),
-    }
+    rates = {"perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size}
     if metrics.get("time/rollout"):
         rates["rollout/tokens_per_second"] = metrics.get("response_length/total", 0.0) / metrics["time/rollout"]
     return rates
-
-
-def peak_memory_bytes() -> int:
-    """Largest memory of this process so far: the device's where there is one, resident memory otherwise."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes if sys.platform == "darwin" else kilobytes * 1024

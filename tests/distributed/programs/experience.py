@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
 from megappo.experience.batch import ExperienceBatch
+from megappo.observe.memory import PeakMemory
 from megappo.parallel.mesh import start_mesh, stop_mesh
 from megappo.trainer.build import build_ppo
 from megappo.trainer.loop import Step
@@ -34,7 +35,7 @@ class Silent:
 def turns(trainer: PPOTrainer, world_size: int) -> dict[str, Any]:
     """One rollout of several turns, its log-probs in the trainer, and an update whose advantages are NaN wherever a
     token is not the policy's."""
-    step = Step(1, Silent(), world_size)  # type: ignore[arg-type]
+    step = Step(1, Silent(), world_size, PeakMemory())  # type: ignore[arg-type]
     collected = trainer.collector.collect(step)
     batch = trainer.actor.fill_old_log_probs(ExperienceBatch.from_samples(collected.samples))
     old = batch.get("old_log_probs")
