@@ -1,0 +1,37 @@
+"""The memory benchmark: its cases are settings that hold, and what its table shows."""
+
+from pathlib import Path
+
+import pytest
+
+from megappo.config.load import load_experiment
+from tests.support.ranks import ROOT
+from tests.support.tools import load_tool
+
+bench = load_tool("bench_memory")
+
+
+def test_cases_are_sound_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    options = bench.argparse.Namespace(
+        shape="tiny-qwen3", layers=2, prompts=4, lengths=[24, 16], micro_batch=4, steps=3
+    )  # fmt: skip
+    file = bench.write_experiment(tmp_path, options)
+    loaded = {
+        case: load_experiment(file, [*overrides, f"trainer.run_dir={case}"]) for case, overrides in bench.CASES.items()
+    }
+    assert loaded["plain"].trainer.total_steps == 3 and not loaded["plain"].model.lora.is_used
+    assert loaded["lora-no-critic-recompute-offload"].model.lora.rank == 32
+    assert loaded["lora-no-critic-recompute-offload"].actor.offload.optimizer
+    assert loaded["recompute-offload"].model.recompute_granularity == "full"
+    assert len({config.model_dump_json() for config in loaded.values()}) == len(bench.CASES)
+
+
+def test_table() -> None:
+    gib = 2.0**30
+    peaks = {f"memory/{phase}/peak": place * gib for place, phase in enumerate(bench.PHASES)}
+    row = peaks | {"perf/peak_memory_bytes": 5.5 * gib, "memory/rollout/host": gib, "memory/values/host": 2 * gib}
+    text = bench.table({"plain": row | {"time/step": 1.25}, "big": "does not fit"})
+    plain, big = text.splitlines()[2:]
+    assert plain == "| plain | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 5.50 | 2.00 | 1.2 |"
+    assert big.startswith("| big | does not fit |") and big.count("|") == plain.count("|")
