@@ -10,14 +10,13 @@ there is no peak by phase: then the table has the resident memory of the whole r
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+
+import random_run  # beside this file
 
 from megappo.models.families.published import PUBLISHED
 
@@ -52,22 +51,16 @@ NOT_ENOUGH = "OutOfMemoryError"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(PUBLISHED), default="qwen2.5-1.5b")
-    parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES)[:6])
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with two responses each")
-    parser.add_argument("--lengths", type=int, nargs=2, default=[512, 512], help="tokens of a prompt and of a response")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences of an update's micro-batch")
+    random_run.add_arguments(parser)
     parser.add_argument("--out", type=Path, help="keep each case's metrics here")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # this process is the run of this file
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every case")
     options = parser.parse_args(arguments)
-    if options.one is not None:
-        return run(options.one, options.overrides)
     rows: dict[str, dict[str, float] | str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
-        file = write_experiment(folder, options)
+        file = random_run.write_experiment(folder, options)
         for case in options.cases:
             print(f"{case} …", file=sys.stderr, flush=True)
             rows[case] = measure(file, folder / case, [*CASES[case], *options.overrides])
@@ -76,47 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_experiment(folder: Path, options: argparse.Namespace) -> Path:
-    """The experiment's file beside a model folder that has a shape and a tokenizer, and no weights."""
-    import make_demo  # beside this file
-
-    model = folder / "model"
-    model.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_demo.make_tokenizer(make_demo.Recipe())
-    tokenizer.save_pretrained(model)
-    config = dict(PUBLISHED[options.shape]) | {"torch_dtype": "bfloat16"}
-    if options.layers:
-        config["num_hidden_layers"] = options.layers
-    (model / "config.json").write_text(json.dumps(config))
-    prompt_length, response_length = options.lengths
-    draw = random.Random(0)
-    prompts = ["".join(draw.choices("0123456789", k=prompt_length - 1)) for _ in range(options.prompts)]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text, "answer": "0"}) + "\n" for text in prompts)
-    )
-    sequences, micro = 2 * options.prompts, options.micro_batch
-    file = folder / "experiment.yaml"
-    file.write_text(json.dumps({
-        "model": {"path": str(model), "dtype": "bfloat16"},
-        "data": {
-            "train_files": [str(folder / "prompts.jsonl")], "train_batch_size": options.prompts,
-            "max_prompt_length": prompt_length, "max_response_length": response_length, "apply_chat_template": False,
-        },
-        "rollout": {"n": 2, "ignore_eos": True},
-        "reward": {"parts": [{"name": "correct", "kind": "exact_match"}]},
-        "actor": {
-            "ppo_mini_batch_size": options.prompts, "ppo_micro_batch_size_per_gpu": min(micro, sequences),
-            "use_kl_loss": True, "kl_loss_coef": 0.001,
-        },
-        "trainer": {"total_steps": options.steps, "save_last": False, "val_before_train": False},
-        "observe": {"tensorboard": False, "samples_freq": 0},
-    }, indent=1))  # fmt: skip
-    return file
-
-
 def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, float] | str:
     """The metrics of the last step, or why there are none."""
-    command = [sys.executable, __file__, "--one", str(file), *overrides, f"trainer.run_dir={run_dir}"]
+    command = random_run.command(file, 1, [*overrides, f"trainer.run_dir={run_dir}"])
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         if NOT_ENOUGH in result.stderr:
@@ -124,31 +79,6 @@ def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, fl
         raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-4000:]}")
     last: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return last
-
-
-def run(file: Path, overrides: Sequence[str]) -> int:
-    """One case, in this process: random weights where others are read from the folder."""
-    import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
-
-    import torch
-
-    from megappo.config.load import load_experiment
-    from megappo.trainer import roles
-    from megappo.trainer.run import train
-
-    def fill(model: torch.nn.Module, *_: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.fill_(1.0)
-                elif parameter.ndim > 1:
-                    parameter.normal_(std=0.02)
-                else:
-                    parameter.zero_()
-
-    roles.import_hf = fill  # type: ignore[assignment]
-    with ExitStack() as at_end:
-        return int(train(load_experiment(file, overrides), at_end))
 
 
 def table(rows: Mapping[str, Mapping[str, float] | str]) -> str:

@@ -2,21 +2,17 @@
 
 from pathlib import Path
 
-import pytest
-
 from megappo.config.load import load_experiment
-from tests.support.ranks import ROOT
 from tests.support.tools import load_tool
 
 bench = load_tool("bench_memory")
 
 
-def test_cases_are_sound_experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_cases_are_sound_experiments(tmp_path: Path) -> None:
     options = bench.argparse.Namespace(
         shape="tiny-qwen3", layers=2, prompts=4, lengths=[24, 16], micro_batch=4, steps=3
     )  # fmt: skip
-    file = bench.write_experiment(tmp_path, options)
+    file = bench.random_run.write_experiment(tmp_path, options)
     loaded = {
         case: load_experiment(file, [*overrides, f"trainer.run_dir={case}"]) for case, overrides in bench.CASES.items()
     }

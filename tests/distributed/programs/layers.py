@@ -1,0 +1,94 @@
+"""One kind of layers against another on the same weights: log-probs, checkpoints and exports.
+
+`--kinds te torch`: for each case under `--models`, rank 0 writes the mean differences of log-probs in bfloat16, and how
+many tensors one kind saved and the other exported, all of the same bits.
+"""
+
+import argparse
+import json
+from datetime import timedelta
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megappo.config.layout import LayoutConfig
+from megappo.models.build import build_model, read_model
+from megappo.models.export_hf import export_hf
+from megappo.models.import_hf import import_hf
+from megappo.models.spec import Layers
+from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
+from megappo.trainer.policy_source import PolicySource
+from tests.distributed.programs.log_probs import forward
+from tests.support.model_cases import tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--kinds", nargs=2, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    mesh = start_mesh(LayoutConfig(), seed=0, timeout=timedelta(minutes=2))
+    folders = sorted(folder for folder in arguments.models.iterdir() if (folder / "config.json").exists())
+    results = {folder.name: compare(folder, arguments.kinds, mesh, arguments.out.parent) for folder in folders}
+    if mesh.is_writer:
+        arguments.out.write_text(json.dumps(results))
+    stop_mesh()
+
+
+def compare(folder: Path, kinds: list[Layers], mesh: Mesh, scratch: Path) -> dict[str, Any]:
+    exact = log_probs(folder, "torch", mesh, torch.float32)
+    rounded = {kind: log_probs(folder, kind, mesh, torch.bfloat16) for kind in kinds}
+    first, second = rounded.values()
+    return {
+        "between": float((first - second).abs().mean()),
+        "to float32": {kind: float((numbers - exact).abs().mean()) for kind, numbers in rounded.items()},
+        "saved and exported": [
+            moved(folder, writer, reader, mesh, scratch / f"{folder.name}-{number}")
+            for number, (writer, reader) in enumerate(permutations(kinds))
+        ],
+    }
+
+
+def log_probs(folder: Path, kind: Layers, mesh: Mesh, dtype: torch.dtype) -> Tensor:
+    """[3, 23] float32 of `tokens()`."""
+    spec = read_model(folder)
+    model = build_model(spec, mesh, dtype=dtype, layers=kind, head="lm").eval()
+    import_hf(model, spec, mesh)
+    logits = forward(model, mesh)
+    assert logits is not None
+    labels = tokens()[:, 1:, None].to(logits.device)
+    return logits[:, :-1, : spec.shape.vocab_size].float().log_softmax(-1).gather(-1, labels)[..., 0].cpu()
+
+
+def moved(folder: Path, writer: Layers, reader: Layers, mesh: Mesh, scratch: Path) -> int:
+    """Saved by one kind and loaded by the other: the number of tensors that both export, all of the same bits."""
+    spec = read_model(folder)
+    model = build_model(spec, mesh, dtype=torch.bfloat16, layers=writer, head="lm")
+    import_hf(model, spec, mesh)
+    export_hf(model, spec, mesh, scratch / "exported")
+    state = LoopState(step=0, data={}, kl_controller=None, seed=0)
+    write_checkpoint(scratch / "checkpoint", {"actor": SavedRole(model, optimizer=None)}, state, mesh, spec, folder)
+    loaded, _ = PolicySource.of(scratch / "checkpoint").load_any(mesh, layers=reader)
+    export_hf(loaded, spec, mesh, scratch / "again")
+    ours, theirs = (
+        {path.name: load_file(path) for path in sorted((scratch / name).glob("*.safetensors"))}
+        for name in ("exported", "again")
+    )
+    assert ours.keys() == theirs.keys()
+    count = 0
+    for name, tensors in ours.items():
+        assert tensors.keys() == theirs[name].keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor.view(torch.uint8), theirs[name][key].view(torch.uint8)), key
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    main()
