@@ -39,6 +39,7 @@ def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
         ("model.moe.aux_loss_coeff", moe.aux_loss_coeff, 0.0),
         ("model.moe.z_loss_coeff", moe.z_loss_coeff, 0.0),
         ("model.moe.dispatcher", moe.dispatcher, "alltoall"),
+        ("model.moe.capacity_factor", moe.capacity_factor, None),
         ("actor.router_replay", replay, "off"),
     ]
     for path, value, default in settings:

@@ -10,7 +10,7 @@ from megappo.config.recompute import DEFAULT_MODULES, Granularity, Method, Recom
 
 
 class MoeConfig(Section):
-    """Routers of a model with experts. Scores are float32, and no token is dropped: there is no capacity to set."""
+    """Routers of a model with experts. Scores are float32, and no token is dropped unless a capacity is set."""
 
     aux_loss_coeff: float = Field(0.0, ge=0)
     """Weight of the load-balancing loss, summed over layers, of the whole minibatch; without `actor.router_replay` it
@@ -20,6 +20,11 @@ class MoeConfig(Section):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts: sent there, or gathered on all of them (needs `layout.tp` to be a
     multiple of `layout.ep` · `layout.etp`, and `layout.pp` 1)."""
+    capacity_factor: float | None = Field(None, gt=0)
+    """Most tokens of a micro-batch that an expert takes on a rank, as a multiple of its even share; what is over goes
+    without it. Engines that generate drop none. null: no limit."""
+    token_drop_policy: Literal["probs", "position"] = "probs"
+    """What is over: the tokens with the smallest weights, or the last ones."""
 
 
 class ModelConfig(Section):

@@ -127,7 +127,7 @@ class ExpertRouting:
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """Sums over the tokens of a pass, [layers, 2 · experts + 2] (`Routing.statistics`)."""
+    """Sums over the tokens of a pass, [layers, 2 · experts + 3] (`Routing.statistics`)."""
 
     sums: Tensor
     num_experts: int
@@ -148,9 +148,10 @@ class RoutingStatistics:
         balance = self.num_experts / (self.top_k * num_tokens**2) * (loads * scores).sum(1)
         return {
             "router_aux_loss": float(balance.mean()),
-            "router_z_loss": float(self.sums[:, -2].mean()) / num_tokens,
+            "router_z_loss": float(self.sums[:, -3].mean()) / num_tokens,
             "router_max_load": float((loads.max(1).values / loads.mean(1)).max()),
-            "router_changed": float(self.sums[:, -1].mean()) / num_tokens,
+            "router_changed": float(self.sums[:, -2].mean()) / num_tokens,
+            "router_dropped": float(self.sums[:, -1].mean()) / (self.top_k * num_tokens),
         }
 
 

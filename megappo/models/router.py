@@ -6,10 +6,11 @@ arithmetic is in `routing.py`.
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -53,23 +54,49 @@ class MicroRouting:
     experts: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """How many tokens of a micro-batch an expert takes on a rank: `factor` · tokens · top_k / experts, rounded up.
+
+    `policy`: which it keeps, those with the largest weights (`probs`) or the first (`position`). As Megatron's
+    `apply_router_token_dropping` (0.16.1, 0.19.2), whose `position` keeps any: it asks `topk` for the first of equals.
+    """
+
+    factor: float
+    policy: Literal["probs", "position"] = "probs"
+
+    def kept(self, probs: Tensor, goes: Tensor, is_token: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Weights and map [tokens, experts] without what is over; padding goes nowhere."""
+        num_tokens, num_experts = probs.shape
+        limit = min(math.ceil(self.factor * num_tokens * top_k / num_experts), num_tokens)
+        goes = goes & is_token[:, None]
+        if self.policy == "position":
+            kept = goes & (goes.cumsum(0) <= limit)
+        else:
+            best = torch.where(goes, probs, -1.0).topk(limit, dim=0).indices
+            kept = goes & torch.zeros_like(goes).scatter(0, best, True)
+        return torch.where(kept, probs, 0.0), kept
+
+
 class Routing:
     """What the routers of a stage share. `layers`: those of the model with experts, counted over the model.
 
-    `statistics` [layers, 2 · experts + 2] float64, sums over this rank's tokens: tokens that each expert gets, scores
-    of each expert, squared logsumexp of the logits, and choices that were taken over against the router's own.
+    `statistics` [layers, 2 · experts + 3] float64, sums over this rank's tokens: tokens that choose each expert, scores
+    of each expert, squared logsumexp of the logits, choices that were taken over against the router's own, and choices
+    that a capacity dropped.
     """
 
     def __init__(self, moe: MoeShape, layers: tuple[int, ...]) -> None:
         self.moe = moe
         self.layers = layers
         self.losses: RouterLosses | None = None
+        self.capacity: Capacity | None = None
         self.recorder: Recorder | None = None
         self._micro: MicroRouting | None = None
         self._is_update = False
         # Micro-batches whose layers ran without gradients in an update, and will run again before their backward.
         self._again: defaultdict[int, deque[MicroRouting]] = defaultdict(deque)
-        self.statistics = torch.zeros(len(layers), 2 * moe.num_experts + 2, dtype=torch.float64)
+        self.statistics = torch.zeros(len(layers), 2 * moe.num_experts + 3, dtype=torch.float64)
 
     def begin(self, micro: MicroRouting | None, *, is_update: bool = False) -> None:
         """The next forward is that of `micro`; None: of tokens that nobody asks about."""
@@ -104,8 +131,8 @@ class Routing:
 
 
 class Router(TopKRouter):
-    """Scores in float32; the experts are the best ones, or those that the micro-batch brings along. No token is
-    dropped.
+    """Scores in float32; the experts are the best ones, or those that the micro-batch brings along. With a capacity an
+    expert drops what is over in the micro-batches of training and log-prob passes.
 
     Weights, and so gradients, are those of the experts that were taken, whoever chose them.
     """
@@ -142,12 +169,15 @@ class Router(TopKRouter):
         goes = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
         if self.shared.recorder is not None:
             self.shared.recorder(place, experts)
+        kept = goes
+        if micro is not None and self.shared.capacity is not None:
+            probs, kept = self.shared.capacity.kept(probs, goes, micro.is_token, moe.top_k)
         if micro is not None and counts:
             if micro.keeps:
                 micro.experts[place] = experts
             probs = self._with_losses(probs, logits, scores, micro)
-            self._count(logits, scores, goes, num_changed(own, experts), micro)
-        return probs, goes
+            self._count(logits, scores, goes, num_changed(own, experts), goes & ~kept, micro)
+        return probs, kept
 
     def _taken(self, micro: MicroRouting | None, own: Tensor) -> Tensor:
         if micro is None or micro.taken is None:
@@ -169,7 +199,9 @@ class Router(TopKRouter):
         return _WithShare.apply(probs, share)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, scores: Tensor, goes: Tensor, changed: Tensor, micro: MicroRouting) -> None:
+    def _count(
+        self, logits: Tensor, scores: Tensor, goes: Tensor, changed: Tensor, dropped: Tensor, micro: MicroRouting
+    ) -> None:
         # Without indexing and on the device of the scores: a GPU would be waited for in every layer.
         here, shares = micro.is_token, score_shares(self.shared.moe, scores)
         squares = logits.double().logsumexp(dim=1).square()
@@ -178,6 +210,7 @@ class Router(TopKRouter):
             torch.where(here[:, None], shares, 0.0).double().sum(0),
             torch.where(here, squares, 0.0).sum()[None],
             (changed & here).sum()[None],
+            (dropped & here[:, None]).sum()[None],
         ]
         self.shared.add(self.place, torch.cat([part.double() for part in sums]))
 

@@ -17,11 +17,12 @@ from megappo.config.lora import LoraConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
-from megappo.engines.routing import RouterCoefficients
+from megappo.engines.routing import RouterCoefficients, routing_of
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
+from megappo.models.router import Capacity
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 
@@ -106,6 +107,9 @@ class RoleBuilder:
             dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
+        moe, routing = self.config.model.moe, routing_of(model)
+        if routing is not None and moe.capacity_factor is not None:
+            routing.capacity = Capacity(moe.capacity_factor, moe.token_drop_policy)
         if lora is not None and has_lora:
             attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed, setting)
         return model

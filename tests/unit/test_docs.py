@@ -93,6 +93,7 @@ def check_tool(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [tool, *arguments])
+    monkeypatch.syspath_prepend(str(Path(tool).parent))  # as the interpreter does for a program
     with pytest.raises(Parsed):
         runpy.run_path(tool, run_name="__main__")
 

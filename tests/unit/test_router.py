@@ -5,12 +5,13 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megappo.models.families.base import MoeShape
-from megappo.models.router import MicroRouting, Router, RouterLosses, Routing
+from megappo.models.router import Capacity, MicroRouting, Router, RouterLosses, Routing
 
 TOKENS, HIDDEN, EXPERTS, TOP_K = 10, 8, 4, 2
 BALANCE, Z = 0.3, 0.05
@@ -94,3 +95,36 @@ def test_a_choice_that_is_taken_over_has_the_weights_and_gradients_of_its_scores
     torch.testing.assert_close(probs.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(router.weight.grad.double(), double.grad, rtol=1e-4, atol=1e-6)
     assert torch.equal(goes, expected > 0)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_an_expert_drops_what_is_over_its_capacity(policy: Any) -> None:
+    """9 tokens and one of padding, 2 of 4 experts each: ⌈0.6 · 10 · 2 / 4⌉ = 3 tokens an expert."""
+    from megappo.engines.routing import RoutingStatistics
+
+    hidden, weight = drawn()
+    is_token = torch.arange(TOKENS) < TOKENS - 1
+    routing = Routing(MOE, (0,))
+    router = made(routing)
+    router.weight.data.copy_(weight)
+    routing.begin(MicroRouting(is_token))
+    whole, chosen = router(hidden)
+    routing.reset()
+    routing.capacity = Capacity(0.6, policy)
+    generated, _ = router(hidden)
+    assert torch.equal(generated, whole), "a pass that nobody asks about drops nothing"
+
+    routing.begin(MicroRouting(is_token))
+    probs, goes = router(hidden)
+    expected = torch.zeros_like(chosen)
+    for expert in range(EXPERTS):
+        tokens = (chosen[:, expert] & is_token).nonzero()[:, 0].tolist()
+        if policy == "probs":
+            tokens.sort(key=lambda token: -float(whole[token, expert]))
+        expected[tokens[:3], expert] = True
+    assert torch.equal(goes, expected) and torch.equal(probs, whole * expected)
+    assert goes.sum(0).max() == 3 and not goes[-1].any()
+    choices = TOP_K * (TOKENS - 1)
+    metrics = RoutingStatistics(routing.statistics, EXPERTS, TOP_K).metrics
+    assert 0 < metrics["router_dropped"] == pytest.approx((choices - int(expected.sum())) / choices)
+    assert metrics["router_max_load"] == float((chosen & is_token[:, None]).sum(0).max()) * EXPERTS / choices

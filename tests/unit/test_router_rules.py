@@ -94,12 +94,18 @@ def test_a_bias_and_groups_change_the_choice_and_not_the_weights() -> None:
 def test_metrics_of_a_load_by_hand() -> None:
     """Two layers, 3 experts, 4 tokens that go to one expert each: loads 4 0 0 and 2 1 1."""
     sums = torch.tensor(
-        [[4, 0, 0, 2.0, 1.0, 1.0, 8.0, 0], [2, 1, 1, 2.0, 1.0, 1.0, 4.0, 2]], dtype=torch.float64
+        [[4, 0, 0, 2.0, 1.0, 1.0, 8.0, 0, 2], [2, 1, 1, 2.0, 1.0, 1.0, 4.0, 2, 1]], dtype=torch.float64
     )  # fmt: skip
     metrics = RoutingStatistics(sums, num_experts=3, top_k=1).metrics
     # 3/16 · (4 · 2) = 1.5 and 3/16 · (2 · 2 + 1 + 1) = 1.125
     assert metrics == pytest.approx(
-        {"router_aux_loss": 1.3125, "router_z_loss": 1.5, "router_max_load": 3.0, "router_changed": 0.25}
+        {
+            "router_aux_loss": 1.3125,
+            "router_z_loss": 1.5,
+            "router_max_load": 3.0,
+            "router_changed": 0.25,
+            "router_dropped": 3 / 8,
+        }
     )
 
 
