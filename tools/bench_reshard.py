@@ -6,11 +6,12 @@
 
 A case is p-t-d:g[,g…]: the training layout (pipeline, tensor, data-parallel; @epN[,etpM] for experts) and the sizes of
 the generation replicas. Ranks are started here, on GPUs where there are any, otherwise on CPUs with gloo. Weights are
-random. `--engine vllm` fills tensors of vLLM's shapes; vLLM itself is not needed. The machine's noise is in seconds:
-compare the ratio, whose two figures are of one run.
+random. `--engine vllm` fills tensors of vLLM's shapes; vLLM itself is not needed. What a link gives is measured too, by
+large messages to the neighbour. The machine's noise is in seconds: compare ratios, whose two figures are of one run.
 """
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -51,6 +52,7 @@ from megappo.models.families.published import PUBLISHED
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 
+LINK_BYTES = 16 * 2**20
 COLUMNS = ("received", "formula", "naive", "peak", "formula", "redundant", "formula", "copied")
 
 
@@ -195,7 +197,7 @@ def measure(
 
     gather_everything()
     naive_seconds = [timed(gather_everything, mesh) for _ in range(options.repeats)]
-    rounds = options.repeats + 1
+    rounds, link = options.repeats + 1, link_speed(mesh, options.repeats)
     ranks = gather_objects(
         (account_of(planner, mesh.rank), moved, naive_moved.received_by_class, naive_moved.peak_bytes),
         mesh.world_group,
@@ -221,10 +223,28 @@ def measure(
     median, naive_median = statistics.median(seconds), statistics.median(naive_seconds)
     print(
         f"switch {median * 1e3:.2f} ms ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f}), "
-        f"{busiest / median / 1e9:.2f} GB/s into the busiest rank, staging {staging:,} B; "
+        f"{busiest / median / 1e9:.2f} GB/s into the busiest rank, {busiest / median / link:.2f} of a neighbour's "
+        f"{link / 1e9:.2f}; staging {staging:,} B; "
         f"whole tensors {naive_median * 1e3:.2f} ms, {max(peak for *_, peak in ranks):,} B; "
         f"ratio {naive_median / median:.2f}"
     )  # fmt: skip
+
+
+def link_speed(mesh: Mesh, repeats: int) -> float:
+    """Bytes a second into each rank while all send to their neighbour at once, in large messages; median."""
+    size = LINK_BYTES if runtime.on_cpu else 16 * LINK_BYTES
+    given, taken = (torch.zeros(size, dtype=torch.uint8, device=mesh.device) for _ in range(2))
+    after, before = (mesh.rank + 1) % mesh.world_size, (mesh.rank - 1) % mesh.world_size
+
+    def exchange() -> None:
+        both = [dist.P2POp(dist.isend, given, after), dist.P2POp(dist.irecv, taken, before)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    if mesh.world_size == 1:
+        return math.inf
+    exchange()
+    return size / statistics.median(timed(exchange, mesh) for _ in range(repeats))
 
 
 def timed(run: Callable[[], object], mesh: Mesh) -> float:

@@ -100,7 +100,7 @@ def run_layouts(
     words = [f"{name}={overrides}" if overrides else name for name, overrides in named.items()]
     result = run_ranks(
         "tests.distributed.programs.parity", "--config", config, "--folder", folder, "--runs", *words,
-        nproc=num_ranks, timeout=600,
+        nproc=num_ranks, timeout=600, torchrun=torch.cuda.is_available(),
     )  # fmt: skip
     return {name: [line for line in run["metrics"] if line["step"]] for name, run in result.items()}
 
