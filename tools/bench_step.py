@@ -31,23 +31,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     random_run.add_arguments(parser)
     parser.add_argument("--layouts", nargs="+", default=["tp=1", "tp=2", "pp=2", "dp=2"], help="like tp=2,pp=2")
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout, the first of them not counted")
+    parser.add_argument("--each-step", action="store_true", help="also what each step took and held")
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every run")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps: 1 leaves no step to count; give 2 or more")
     table: dict[str, dict[str, float]] = {}
+    steps: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         if options.shape is not None:
             options.file = random_run.write_experiment(Path(folder), options)
         for layout in options.layouts:
             print(f"timing {layout} …", file=sys.stderr, flush=True)
-            table[layout] = time_layout(options, layout, Path(folder) / layout)
+            steps[layout] = run_layout(options, layout, Path(folder) / layout)
+            table[layout] = means(steps[layout])
     print_table(table)
+    if options.each_step:
+        print_steps(steps)
     return 0
 
 
-def time_layout(options: argparse.Namespace, layout: str, run_dir: Path) -> dict[str, float]:
-    """Mean seconds of each phase, and tokens a second and rank, of one layout's steps after the first."""
+def run_layout(options: argparse.Namespace, layout: str, run_dir: Path) -> list[dict[str, float]]:
+    """The metrics of each step."""
     sizes = {"tp": "1", "pp": "1", "dp": "1"} | dict(part.split("=") for part in layout.split(","))
     words = [f"trainer.run_dir={run_dir}", *(f"layout.{name}={size}" for name, size in sizes.items())]
     words += [f"trainer.total_steps={options.steps}", "trainer.save_last=false", "trainer.test_freq=0"]
@@ -60,20 +65,35 @@ def time_layout(options: argparse.Namespace, layout: str, run_dir: Path) -> dict
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean seconds of each phase, and tokens a second and rank, of the steps after the first."""
     counted = [step for step in steps if step["step"] > 1]
-    names = [f"time/{phase}" for phase in PHASES] + ["perf/tokens_per_second_per_gpu"]
+    names = [f"time/{phase}" for phase in PHASES if f"time/{phase}" in counted[0]] + ["perf/tokens_per_second_per_gpu"]
     return {name: sum(step[name] for step in counted) / len(counted) for name in names}
 
 
 def print_table(table: dict[str, dict[str, float]]) -> None:
     """One row a figure, one column a layout: the mean, and its ratio to the first column."""
     layouts = list(table)
-    print(f"{'':<32}" + "".join(f"{layout:>18}" for layout in layouts))
+    width = max(18, *(len(layout) + 2 for layout in layouts))
+    print(f"{'':<32}" + "".join(f"{layout:>{width}}" for layout in layouts))
     for name, first in table[layouts[0]].items():
-        means = [table[layout][name] for layout in layouts]
-        cells = [f"{mean:.3g} ({mean / first:.2f})" if first else "-" for mean in means]
-        print(f"{name:<32}" + "".join(f"{cell:>18}" for cell in cells))
+        figures = [table[layout][name] for layout in layouts]
+        cells = [f"{mean:.3g} ({mean / first:.2f})" if first else "-" for mean in figures]
+        print(f"{name:<32}" + "".join(f"{cell:>{width}}" for cell in cells))
+
+
+def print_steps(steps: dict[str, list[dict[str, float]]]) -> None:
+    """Seconds of each step of each layout, and what the engine held at each point of its turn, GiB."""
+    for layout, lines in steps.items():
+        names = [*sorted(name for name in lines[0] if name.startswith("hybrid/held")), "perf/peak_memory_bytes"]
+        print(f"\n{layout}\n{'':<8}{'time/step':>12}" + "".join(f"{name:>30}" for name in names))
+        for line in lines:
+            held = [f"{line[name] / 2**30:.3f}" for name in names]
+            print(f"step {int(line['step']):<3}{line['time/step']:>12.2f}" + "".join(f"{cell:>30}" for cell in held))
 
 
 if __name__ == "__main__":

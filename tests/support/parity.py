@@ -70,15 +70,15 @@ class Runs:
         """Largest relative difference of a step's gradient norms, which clipping divides by."""
         return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0)
 
-    def losses(self, name: str) -> float:
+    def losses(self, name: str, reference: str = "one") -> float:
         """Largest difference of a step's actor, critic or KL loss, relative to max(|loss|, 1)."""
         names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "critic/vf_loss")
-        return self._largest(name, names, smallest=1.0)
+        return self._largest(name, names, smallest=1.0, reference=reference)
 
-    def _largest(self, name: str, names: Sequence[str], smallest: float) -> float:
+    def _largest(self, name: str, names: Sequence[str], smallest: float, reference: str = "one") -> float:
         return max(
             abs(ours[key] - one[key]) / max(abs(one[key]), smallest)
-            for ours, one in zip(self.metrics[name], self.metrics["one"], strict=True)
+            for ours, one in zip(self.metrics[name], self.metrics[reference], strict=True)
             for key in names
         )
 

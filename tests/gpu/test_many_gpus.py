@@ -1,0 +1,94 @@
+"""Two and more GPUs of one machine through NCCL: parity with one GPU, a rank that is lost, a run that goes on.
+
+`make test-gpu` on such a machine, or `tools/gpu_multi.sh`; where there is one GPU, or none, these skip.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megappo.errors import ExitCode
+from tests.support.parity import Runs, parity_runs
+from tests.support.runs import Running, learning, succeed, write_run_experiment
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs on this machine"),
+]
+
+SP = "layout.tp=2,layout.sequence_parallel=true"
+LAYOUTS = {
+    "tp2": "layout.tp=2",
+    "tp2-sp": SP,
+    "pp2": "layout.pp=2",
+    "dp2": "",
+    "cp2": "layout.cp=2",
+    "cp2-a2a": "layout.cp=2,model.cp_comm_type=a2a",
+}
+EXPERT_LAYOUTS = {"dp2": "", "ep2": "layout.ep=2", "tp2-sp-ep2": f"{SP},layout.ep=2"}
+HALF = "model.dtype=bfloat16"
+
+
+def both_types(layouts: dict[str, str]) -> dict[str, str]:
+    """Each layout in float32 and, as NAME-bf16, in bfloat16."""
+    rounded = {f"{name}-bf16": ",".join(filter(None, [text, HALF])) for name, text in layouts.items()}
+    return layouts | rounded
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("dense")
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
+    critic = tiny_tokenizer(tiny_model(folder / "critic", "llama", num_layers=2, value_head=True, seed=1))
+    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), 2: both_types(LAYOUTS)})
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("experts")
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", tied=True))
+    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
+    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), 2: both_types(EXPERT_LAYOUTS)})
+
+
+def check(runs: Runs, name: str) -> None:
+    for role in ("actor", "critic"):
+        gradients, changes = runs.gradients(name, role), runs.changes(name, role)
+        assert gradients.relative <= 1e-5, (role, gradients)
+        assert changes.relative <= 1e-3, (role, changes)
+    assert runs.losses(name) <= 1e-5
+    assert runs.losses(f"{name}-bf16", reference="one-bf16") <= 0.01
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dense_steps_equal_one_gpus(dense: Runs, name: str) -> None:
+    check(dense, name)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_steps_with_experts_equal_one_gpus(experts: Runs, name: str) -> None:
+    check(experts, name)
+
+
+@pytest.mark.parametrize("layout", ["layout.dp=2", "layout.tp=2"])
+def test_a_lost_rank_ends_the_run_and_it_goes_on_to_the_same_end(tmp_path: Path, layout: str) -> None:
+    experiment = write_run_experiment(tmp_path)
+    words = ["train", experiment, layout, "trainer.save_freq=2", "data.val_files=[]", "trainer.test_freq=0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    succeed(*words, f"trainer.run_dir={whole}")
+    running = Running(*words, f"trainer.run_dir={parts}")
+    running.wait_for_step(parts, 4, timeout=240)
+    os.kill(running.rank(1).pid, signal.SIGKILL)
+    finished = running.finish(timeout=60)
+    assert finished.code == ExitCode.FAILED, finished.err
+    assert "rank 1" in finished.err
+    succeed(*words, f"trainer.run_dir={parts}", "--resume")
+    resumed = {line["step"]: line for line in learning(parts)}
+    for line in learning(whole):
+        for name, value in line.items():
+            # NCCL's sums keep their order on one machine, atomic additions of kernels may not.
+            assert resumed[line["step"]][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (line["step"], name)
