@@ -153,8 +153,10 @@ def _without_expert_groups(mark: Callable[..., None]) -> Callable[..., None]:
 def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The reduced gradient of each parameter, also where data-parallel ranks hold a shard of each bucket."""
     wrapped = optimizer.wrapped
-    if wrapped.ddp_config.use_distributed_optimizer:
-        for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+    if optimizer.chunks[0].ddp_config.use_distributed_optimizer:
+        for buffer in (
+            buffer for chunk in optimizer.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
