@@ -88,7 +88,10 @@ def _virtual_problems(config: ExperimentConfig, path: str, micro: int, per_rank:
     pp, vpp, number = config.layout.pp, config.layout.vpp, per_rank // micro
     if vpp == 1 or number % pp == 0:
         return []
-    reason = f"makes {number} of {per_rank} sequences on a rank, and layout.vpp {vpp} needs a multiple of pp {pp}"
+    reason = (
+        f"makes {number} micro-batches of the {per_rank} sequences that a step of the optimizer has on a rank, and "
+        f"layout.vpp {vpp} needs a multiple of pp {pp}"
+    )
     fitting = nearest(micro, 1, per_rank, lambda size: per_rank % (size * pp) == 0)
     remedy = choices(fitting) if fitting else "set layout.vpp to 1, or make the minibatch larger"
     return [Problem(path, str(micro), reason, remedy)]

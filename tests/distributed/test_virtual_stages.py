@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.parity import read_folder
+from tests.support.parity import Runs, largest_difference, read_folder, run_layouts
+from tests.support.parity import write_experiment as write_updates
 from tests.support.ranks import run_ranks
 from tests.support.runs import learning, succeed, write_run_experiment
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VARIED_SETTINGS, tiny_model, tiny_tokenizer
 
 VIRTUAL = "layout.pp=2,layout.vpp=2"
 SHORT = "trainer.total_steps=2,data.val_files=[],trainer.test_freq=0"
@@ -94,3 +95,72 @@ def test_checkpoints_go_on_in_other_layouts(whole: dict[str, Any], name: str) ->
     assert ours["step"] == 2
     for key in METRICS:
         assert ours[key] == pytest.approx(one[key], abs=2e-5), key
+
+
+NO_CRITIC = "algorithm.adv_estimator=grpo"
+LEAN = (
+    "model.use_remove_padding=true,actor.use_dynamic_bsz=true,actor.ppo_micro_batch_size_per_gpu=null,"
+    "actor.ppo_max_token_len_per_gpu=45,model.recompute_granularity=full,model.recompute_method=uniform,"
+    "model.recompute_num_layers=1,actor.offload.params=true,actor.offload.grads=true,actor.offload.optimizer=true"
+)
+# Of five layers: two, and one in each other stage.
+UNEQUAL = f"{VIRTUAL},layout.num_layers_in_first_pipeline_stage=2"
+ONE_RANK = {
+    "gemma2": f"model.path={{gemma2}},{NO_CRITIC},actor.kl_loss_type=full",
+    "adapters": f"model.path={{gemma2}},{NO_CRITIC},model.lora.rank=3",
+    "latent": f"model.path={{deepseek}},{NO_CRITIC}",
+    "experts": f"model.path={{moe}},{NO_CRITIC},actor.router_replay=old_log_probs,model.moe.aux_loss_coeff=0.1",
+    "recorded": f"model.path={{moe}},{NO_CRITIC},actor.router_replay=rollout",
+}
+TWO_RANKS = {
+    "gemma2-virtual": f"{ONE_RANK['gemma2']},{UNEQUAL},{LEAN}",
+    "adapters-virtual": f"{ONE_RANK['adapters']},{UNEQUAL},{LEAN}",
+    "latent-virtual": f"{ONE_RANK['latent']},{VIRTUAL}",
+    "experts-virtual": f"{ONE_RANK['experts']},{VIRTUAL},{LEAN}",
+    "recorded-virtual": f"{ONE_RANK['recorded']},{VIRTUAL},actor.log_prob_micro_batch_size_per_gpu=6",
+}
+FOUR_RANKS = {
+    "gemma2-virtual-tp2-sp": f"{ONE_RANK['gemma2']},{UNEQUAL},layout.tp=2,layout.sequence_parallel=true",
+    "experts-virtual-ep2": f"{ONE_RANK['experts']},{VIRTUAL},layout.ep=2,{LEAN}",
+}
+STILL = {"experts-still": f"model.path={{moe}},{NO_CRITIC},{VIRTUAL},actor.optim.lr=0"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("updates")
+    models = {
+        "gemma2": tiny_model(folder / "of-gemma2", "gemma2", num_layers=5, **VARIED_SETTINGS["gemma2"]),
+        "deepseek": tiny_model(folder / "of-deepseek", "deepseek_v3", num_layers=4),
+        "moe": tiny_model(folder / "of-moe", "qwen3_moe", num_layers=4),
+    }
+    for model in models.values():
+        tiny_tokenizer(model)
+    config = write_updates(folder, models["gemma2"], models["gemma2"])
+    metrics = {}
+    for num_ranks, named in ((1, ONE_RANK), (2, TWO_RANKS | STILL), (4, FOUR_RANKS)):
+        metrics |= run_layouts(
+            folder, config, num_ranks, {name: words.format(**models) for name, words in named.items()}
+        )
+    return Runs(folder, {"actor": models["moe"]}, metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_gradients_and_steps_equal_one_plain_rank(runs: Runs, name: str) -> None:
+    plain = name.partition("-")[0]
+    worst = largest_difference(*(runs.folder / run / "actor-gradients" for run in (name, plain)))
+    assert worst.relative <= 1e-5, worst
+    assert len(runs.metrics[plain]) == 3
+    for ours, one in zip(runs.metrics[name], runs.metrics[plain], strict=True):
+        for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/router_aux_loss"):
+            if key in one:
+                assert abs(ours[key] - one[key]) <= 1e-5 * max(abs(one[key]), 1.0), (ours["step"], key)
+
+
+@pytest.mark.slow
+def test_experts_are_imported_and_exported_to_the_bit(runs: Runs) -> None:
+    """Three steps at rate 0."""
+    exported, before = read_folder(runs.folder / "experts-still" / "actor-weights"), read_folder(runs.models["actor"])
+    assert exported.keys() == before.keys() and all(torch.equal(exported[name], before[name]) for name in before)
+    assert runs.metrics["experts-still"][0]["actor/grad_norm"] > 1e-3
