@@ -52,13 +52,11 @@ def test_a_run_learns_as_one_rank_does_and_leaves_the_same_weights_everywhere(ex
 def whole(experiment: Path) -> dict[str, Any]:
     """Metrics of runs that go on from each other's checkpoints."""
     folder = experiment.parent / "runs"
-    common = f"model.path={experiment.parent / 'four'},{SHORT},trainer.save_last=false"
+    moe = tiny_tokenizer(tiny_model(experiment.parent / "experts", "qwen3_moe", num_layers=4))
+    common = f"{SHORT},trainer.save_last=false"
 
     def run(num_ranks: int, **runs: str) -> dict[str, Any]:
-        words = [
-            ",".join(filter(None, (f"{name}=trainer.run_dir={folder / name}", common, more)))
-            for name, more in runs.items()
-        ]
+        words = [",".join((f"{name}=trainer.run_dir={folder / name}", common, more)) for name, more in runs.items()]
         found = run_ranks(
             "tests.distributed.programs.offload", "--config", experiment, "--runs", *words, nproc=num_ranks
         )
@@ -68,19 +66,35 @@ def whole(experiment: Path) -> dict[str, Any]:
         return f"trainer.resume={folder / name}/checkpoints/step-000001"
 
     save, own = "trainer.save_freq=1", "rollout.tensor_model_parallel_size"
-    found = run(1, one=save)
+    dense, experts = f"model.path={experiment.parent / 'four'}", f"model.path={moe}"
+    adapters = f"{dense},model.lora.rank=3,critic.lora.rank=2"
+    found = run(1, one=f"{dense},{save}", experts=f"{experts},{save}", adapters=f"{adapters},{save}")
     found |= run(
-        2, virtual=f"{VIRTUAL},{save}", moved=f"{VIRTUAL},{own}=1", moved_wide=f"{VIRTUAL},{own}=2",
-        to_virtual=f"{VIRTUAL},{after('one')}", to_stages=f"layout.pp=2,{after('virtual')}",
+        2, virtual=f"{dense},{VIRTUAL},{save}", experts_virtual=f"{experts},{VIRTUAL},{save}",
+        adapters_virtual=f"{adapters},{VIRTUAL},{save}",
+        moved=f"{dense},{VIRTUAL},{own}=1", moved_wide=f"{dense},{VIRTUAL},{own}=2",
+        to_virtual=f"{dense},{VIRTUAL},{after('one')}", to_stages=f"{dense},layout.pp=2,{after('virtual')}",
+        experts_to_virtual=f"{experts},{VIRTUAL},{after('experts')}",
     )  # fmt: skip
-    return found | run(1, to_one=after("virtual"))
+    return found | run(
+        1, to_one=f"{dense},{after('virtual')}", experts_to_one=f"{experts},{after('experts_virtual')}",
+        adapters_to_one=f"{adapters},{after('adapters_virtual')}",
+    )  # fmt: skip
+
+
+OTHERS = ["experts_to_virtual", "experts_to_one", "adapters_to_one"]
+
+
+def plain(name: str) -> str:
+    """The run on one rank, from its beginning."""
+    return next((kind for kind in ("experts", "adapters") if name.startswith(kind)), "one")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["virtual", "moved", "moved_wide"])
+@pytest.mark.parametrize("name", ["virtual", "moved", "moved_wide", "experts_virtual", "adapters_virtual"])
 def test_generation_through_virtual_stages_and_from_them(whole: dict[str, Any], name: str) -> None:
     assert whole[name][0]["hybrid/probe_diff_max"] <= 1e-5
-    for ours, one in zip(whole[name], whole["one"], strict=True):
+    for ours, one in zip(whole[name], whole[plain(name)], strict=True):
         assert ours["response_length/mean"] == one["response_length/mean"]
         assert ours["rollout/log_prob_diff_max"] <= 1e-5
         for key in METRICS:
@@ -88,10 +102,10 @@ def test_generation_through_virtual_stages_and_from_them(whole: dict[str, Any], 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["to_virtual", "to_stages", "to_one"])
+@pytest.mark.parametrize("name", ["to_virtual", "to_stages", "to_one", *OTHERS])
 def test_checkpoints_go_on_in_other_layouts(whole: dict[str, Any], name: str) -> None:
     """Weights and optimizer state: the second step is that of the run which was not interrupted."""
-    (ours,), one = whole[name], whole["one"][1]
+    (ours,), one = whole[name], whole[plain(name)][1]
     assert ours["step"] == 2
     for key in METRICS:
         assert ours[key] == pytest.approx(one[key], abs=2e-5), key
@@ -111,12 +125,14 @@ ONE_RANK = {
     "latent": f"model.path={{deepseek}},{NO_CRITIC}",
     "experts": f"model.path={{moe}},{NO_CRITIC},actor.router_replay=old_log_probs,model.moe.aux_loss_coeff=0.1",
     "recorded": f"model.path={{moe}},{NO_CRITIC},actor.router_replay=rollout",
+    "native": f"model.path={{moe}},{NO_CRITIC},actor.router_replay=rollout",  # what its own engine records
 }
 TWO_RANKS = {
     "gemma2-virtual": f"{ONE_RANK['gemma2']},{UNEQUAL},{LEAN}",
     "adapters-virtual": f"{ONE_RANK['adapters']},{UNEQUAL},{LEAN}",
     "latent-virtual": f"{ONE_RANK['latent']},{VIRTUAL}",
     "experts-virtual": f"{ONE_RANK['experts']},{VIRTUAL},{LEAN}",
+    "native-virtual": f"{ONE_RANK['native']},{VIRTUAL}",
     "recorded-virtual": f"{ONE_RANK['recorded']},{VIRTUAL},actor.log_prob_micro_batch_size_per_gpu=6",
 }
 FOUR_RANKS = {
