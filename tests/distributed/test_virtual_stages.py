@@ -130,7 +130,7 @@ ONE_RANK = {
 TWO_RANKS = {
     "gemma2-virtual": f"{ONE_RANK['gemma2']},{UNEQUAL},{LEAN}",
     "adapters-virtual": f"{ONE_RANK['adapters']},{UNEQUAL},{LEAN}",
-    "latent-virtual": f"{ONE_RANK['latent']},{VIRTUAL}",
+    "latent-virtual": f"{ONE_RANK['latent']},{VIRTUAL},actor.optim.use_distributed_optimizer=false",
     "experts-virtual": f"{ONE_RANK['experts']},{VIRTUAL},{LEAN}",
     "native-virtual": f"{ONE_RANK['native']},{VIRTUAL}",
     "recorded-virtual": f"{ONE_RANK['recorded']},{VIRTUAL},actor.log_prob_micro_batch_size_per_gpu=6",
