@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megappo.config.checks_pipeline import split_problems, stage_problems
+from megappo.config.checks_pipeline import split_problems, stage_problems, virtual_problems
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
@@ -48,6 +48,7 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
         reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
         problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
     problems += split_problems(config.layout.split, config.layout.pp)
+    problems += virtual_problems(config.layout.pp, config.layout.vpp)
     seen: dict[str, ModelFacts | None] = {}
     for path, folder in _model_folders(config):
         if folder in seen:
@@ -71,14 +72,15 @@ def model_parallel_problems(
     tp_path: str = "layout.tp",
     pp_path: str = "layout.pp",
     split: PipelineSplit = EVEN,
+    vpp: int = 1,
 ) -> list[Problem]:
-    """Whether `tp` divides the heads of a model, and its layers can be split over `pp` stages."""
+    """Whether `tp` divides the heads of a model, and its layers can be split over `pp` · `vpp` stages."""
     problems = []
     if not facts.tp_fits(tp):
         reason = f"does not divide the {facts.num_heads} attention heads ({facts.num_kv_heads} KV heads) of {folder}"
         remedy = choices(nearest(tp, 1, facts.num_heads, facts.tp_fits))
         problems.append(Problem(tp_path, str(tp), reason, remedy))
-    return problems + stage_problems(facts.num_layers, folder, pp, split, pp_path)
+    return problems + stage_problems(facts.num_layers, folder, pp, split, pp_path, vpp)
 
 
 def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Problem]:
@@ -168,7 +170,7 @@ def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 
 def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     layout = config.layout
-    problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split)
+    problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
     problems += _expert_problems(config, folder, facts)
     if facts.max_positions is not None and config.max_length > facts.max_positions:
         left = facts.max_positions - config.data.max_prompt_length

@@ -59,7 +59,7 @@ def _recompute_model_problems(config: ExperimentConfig) -> list[Problem]:
 
 def _number_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     number = config.model.recompute_num_layers
-    stages = config.layout.split.stages(facts.num_layers, config.layout.pp)
+    stages = config.layout.split.stages(facts.num_layers, config.layout.num_stages)
     if number is None or stages is None:
         return []
     most = max(stages)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, replace
 
 from megappo.config.divisibility import choices, nearest
-from megappo.config.pipeline import PipelineSplit
+from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.config.problem import Problem, typed
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -25,8 +25,26 @@ def split_problems(split: PipelineSplit, pp: int) -> list[Problem]:
     return []
 
 
-def stage_problems(num_layers: int, folder: str, pp: int, split: PipelineSplit, pp_path: str) -> list[Problem]:
-    """Layers of a model that can't be spread over `pp` stages."""
+def virtual_problems(pp: int, vpp: int) -> list[Problem]:
+    """Virtual stages of a pipeline that is none."""
+    if vpp == 1 or pp > 1:
+        return []
+    reason = "is for virtual stages of a pipeline, and layout.pp is 1"
+    return [Problem("layout.vpp", str(vpp), reason, "set it to 1, or layout.pp to 2")]
+
+
+def stage_problems(
+    num_layers: int, folder: str, pp: int, split: PipelineSplit, pp_path: str, vpp: int = 1
+) -> list[Problem]:
+    """Layers of a model that can't be spread over `pp` · `vpp` stages."""
+    if pp > 1 and vpp > 1 and not split_problems(split, pp):
+        if split.stages(num_layers, pp * vpp) is not None:
+            return []
+        fitting = nearest(vpp, 1, num_layers // pp, lambda size: split.stages(num_layers, pp * size) is not None)
+        if fitting:
+            unequal = "" if split == EVEN else " as the settings of unequal stages say"
+            reason = f"times pp {pp} makes {pp * vpp} stages, and the {num_layers} layers of {folder} can't be split so"
+            return [Problem("layout.vpp", str(vpp), reason + unequal, choices(fitting))]
     if pp == 1 or split_problems(split, pp) or split.stages(num_layers, pp) is not None:
         return []
     first, last = split.num_layers_in_first_pipeline_stage, split.num_layers_in_last_pipeline_stage

@@ -140,7 +140,8 @@ def _folder_problems(config: ExperimentConfig, path: str, folder: str) -> list[P
         facts = read_model_facts(_inside(folder))
     except ModelFolderError as error:
         return [Problem(path, typed(folder), error.reason, error.remedy)]
-    return model_parallel_problems(facts, folder, config.layout.tp, config.layout.pp, split=config.layout.split)
+    layout = config.layout
+    return model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
 
 
 def _shaping_problems(config: ExperimentConfig, reward: RewardConfig) -> list[Problem]:

@@ -75,10 +75,26 @@ def _micro_batch_problems(
     config: ExperimentConfig, dp: int, path: str, micro: int, mini: int, *, is_dynamic: bool
 ) -> list[Problem]:
     per_rank = mini * config.rollout.n // dp
-    if is_dynamic or per_rank % micro == 0:
+    if is_dynamic:
         return []
+    if per_rank % micro == 0:
+        return _virtual_problems(config, path, micro, per_rank)
     reason = f"does not divide the {per_rank} sequences that a minibatch has on each of {dp} data-parallel ranks"
     return [Problem(path, str(micro), reason, choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0)))]
+
+
+def _virtual_problems(config: ExperimentConfig, path: str, micro: int, per_rank: int) -> list[Problem]:
+    """Virtual stages take turns with `pp` micro-batches each (Megatron's interleaved schedule)."""
+    pp, vpp, number = config.layout.pp, config.layout.vpp, per_rank // micro
+    if vpp == 1 or number % pp == 0:
+        return []
+    reason = (
+        f"makes {number} micro-batches of the {per_rank} sequences that a step of the optimizer has on a rank, and "
+        f"layout.vpp {vpp} needs a multiple of pp {pp}"
+    )
+    fitting = nearest(micro, 1, per_rank, lambda size: per_rank % (size * pp) == 0)
+    remedy = choices(fitting) if fitting else "set layout.vpp to 1, or make the minibatch larger"
+    return [Problem(path, str(micro), reason, remedy)]
 
 
 def _critic_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
@@ -109,4 +125,4 @@ def _supervised_problems(config: ExperimentConfig, dp: int) -> list[Problem]:
         reason = f"does not divide the {per_rank} sequences of a step on each of {dp} data-parallel ranks"
         remedy = choices(nearest(micro, 1, per_rank, lambda size: per_rank % size == 0))
         return [Problem(path, str(micro), reason, remedy)]
-    return []
+    return _virtual_problems(config, "actor.ppo_micro_batch_size_per_gpu", micro, per_rank)

@@ -25,6 +25,10 @@ class LayoutConfig(Section):
     """Expert tensor parallel size: ranks that one expert is cut over. null is 1, whatever `tp` is (Megatron's own
     default is `tp`): whole experts need no communication inside one, and `ep` spreads them."""
 
+    vpp: int = Field(1, ge=1)
+    """Virtual stages of each pipeline rank (Megatron's interleaved schedule); 1 is none. Layers are cut into pp · vpp
+    stages, which the ranks hold in turn, and a pass has a multiple of `pp` micro-batches."""
+
     num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
     """Layers of the first stage, which has the embedding too; null gives it an equal share."""
     num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
@@ -33,6 +37,11 @@ class LayoutConfig(Section):
     """Count the embedding as a layer of the first stage, which then gets one less."""
     account_for_loss_in_pipeline_split: bool = False
     """Count output layer and loss as a layer of the last stage, which then gets one less."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the layers are cut into, virtual ones counted."""
+        return self.pp * self.vpp
 
     @property
     def split(self) -> PipelineSplit:

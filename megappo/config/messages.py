@@ -15,8 +15,11 @@ from megappo.config.yaml_file import FLOAT
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 EXAMPLES = {int: "1", float: "1.0", bool: "true"}
-VIRTUAL_STAGES = ("vpp", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
-"""Keys of a layout that users of Megatron look for, and that no other key stands for."""
+VIRTUAL_STAGES = {
+    "virtual_pipeline_model_parallel_size": "the same number",
+    "num_layers_per_virtual_pipeline_stage": "layers / (pp · that number)",
+}
+"""verl's and Megatron's names of `layout.vpp`, and what to set it to."""
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -94,8 +97,8 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
     """Nearest known key of the same section; otherwise the key of that name in another section."""
     *parents, key = [part for part in path.split(".") if not part.isdecimal()]
     if key in VIRTUAL_STAGES:
-        reason = "there are no virtual pipeline stages (Megatron's interleaved schedule)"
-        return Problem(path, None, reason, "leave it out; layout.pp makes plain stages")
+        reason = "virtual pipeline stages (Megatron's interleaved schedule) are layout.vpp here, stages of each rank"
+        return Problem(path, None, reason, f"set layout.vpp to {VIRTUAL_STAGES[key]}")
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

@@ -1,4 +1,7 @@
-"""How many of a model's layers each pipeline stage gets. Pure arithmetic: imports no torch."""
+"""How many of a model's layers each pipeline stage gets. Pure arithmetic: imports no torch.
+
+With virtual stages it is these that are counted: `layout.pp` · `layout.vpp` of them, stage s on pipeline rank s mod pp.
+"""
 
 from dataclasses import dataclass
 

@@ -12,13 +12,13 @@ from megatron.core.optimizer import clip_grads
 from torch import nn
 
 from megappo.engines.optimizer import Optimizer
+from megappo.models.chunks import chunks_of
 
 
 def kernels_of(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Part → `package.name` of what computes it, of this rank's first layer and of the optimizer."""
-    stage: Any = model
-    layers = list(stage.decoder.layers)
-    norms = [type(module) for module in stage.modules() if type(module).__name__.endswith("Norm")]
+    layers: list[Any] = [layer for chunk in chunks_of(model) for layer in chunk.decoder.layers]
+    norms = [type(module) for module in model.modules() if type(module).__name__.endswith("Norm")]
     experts = [type(layer.mlp.experts) for layer in layers if hasattr(layer.mlp, "experts")]
     found = {
         "attention": type(layers[0].self_attention.core_attention),
@@ -28,7 +28,7 @@ def kernels_of(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
         "gradient norm": clip_grads.l2_norm_impl,
     } | ({"experts": experts[0]} if experts else {})
     names = {part: _name(what) for part, what in found.items()}
-    fused = stage.config.gradient_accumulation_fusion
+    fused = chunks_of(model)[0].config.gradient_accumulation_fusion
     return names | {"weight gradients": runtime.WEIGHT_GRADIENT_KERNEL if fused else "torch.matmul"}
 
 

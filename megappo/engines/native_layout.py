@@ -17,7 +17,7 @@ from megappo.engines.native.check import check_generation_size, check_model
 from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.piece_model import build_piece_model
 from megappo.engines.native.ranks import DecodingRanks
-from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
+from megappo.engines.native_rollout import finish_parameter_gather
 from megappo.engines.rollout import (
     Completion,
     GenerationRequest,
@@ -28,6 +28,7 @@ from megappo.engines.rollout import (
     WorstTensor,
 )
 from megappo.models.architecture import ModelSpec
+from megappo.models.chunks import unwrapped
 from megappo.parallel.groups import own_group
 from megappo.parallel.mesh import Mesh
 

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from megappo.engines.native.check import check_model
 from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.ranks import DecodingRanks
+from megappo.engines.optimizer import WrappedChunks
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
+from megappo.models.chunks import unwrapped
 from megappo.models.families.base import ModelShape
 from megappo.parallel.mesh import Mesh
 
@@ -89,14 +90,6 @@ class NativeRolloutEngine:
 
 def finish_parameter_gather(model: nn.Module) -> None:
     """Makes the parameters whole where the optimizer left their gather to the next forward (overlapped gather)."""
-    if isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather:
-        model.start_param_sync(force_sync=True)
-
-
-def unwrapped(model: nn.Module) -> GPTModel:
-    """The GPTModel inside Megatron's wrappers, each of which holds the next as `module`."""
-    while not isinstance(model, GPTModel):
-        inner = getattr(model, "module", None)
-        assert isinstance(inner, nn.Module), f"the rollout engine was given a {type(model).__name__}, not a GPTModel"
-        model = inner
-    return model
+    for wrapped in model.chunks if isinstance(model, WrappedChunks) else [model]:
+        if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_param_gather:
+            wrapped.start_param_sync(force_sync=True)

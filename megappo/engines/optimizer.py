@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -19,6 +18,7 @@ from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, storages_of
 from megappo.errors import ConfigError
+from megappo.models.chunks import ModelChunks, StageModel, chunks_of
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -37,22 +37,22 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: GPTModel, config: OptimConfig, total_steps: int, offload: OffloadConfig = NO_OFFLOAD
+        self, model: StageModel, config: OptimConfig, total_steps: int, offload: OffloadConfig = NO_OFFLOAD
     ) -> None:
         split = PipelineSplit(
             model.config.num_layers_in_first_pipeline_stage, model.config.num_layers_in_last_pipeline_stage
         )
         pp = model.config.pipeline_model_parallel_size
-        refuse_stages_without_experts(model.config.moe_layer_freq, pp, split)
-        self.wrapped = DistributedDataParallel(
-            model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-            ),
-            model,
+        virtual = model.layers_of_stages if isinstance(model, ModelChunks) else None
+        refuse_stages_without_experts(model.config.moe_layer_freq, pp, split, virtual)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
         )
+        self.chunks = [DistributedDataParallel(model.config, settings, chunk) for chunk in chunks_of(model)]
+        self.wrapped = WrappedChunks(self.chunks, model) if isinstance(model, ModelChunks) else self.chunks[0]
         model.config.finalize_model_grads_func = _finalize
-        model.config.no_sync_func = self.wrapped.no_sync
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam", lr=config.lr, min_lr=config.lr * config.min_lr_ratio,
@@ -61,7 +61,7 @@ class Optimizer:
                 params_dtype=model.config.params_dtype, bf16=model.config.params_dtype == torch.bfloat16,
                 use_distributed_optimizer=config.use_distributed_optimizer,
             ),
-            [self.wrapped],
+            self.chunks,
             use_gloo_process_groups=False,
         )  # fmt: skip
         model.config.grad_scale_func = self._optimizer.scale_loss
@@ -91,7 +91,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.memory.need("params", "grads")
         self.memory.begin("optimizer")  # it comes while the gradients are computed
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def step(self) -> float:
@@ -129,7 +130,7 @@ class Optimizer:
         self._schedule.load_state_dict(state["schedule"])
 
     def _gradient_buffers(self) -> Iterable[Tensor]:
-        return [buffer.grad_data for buffer in self.wrapped.buffers + self.wrapped.expert_parallel_buffers]
+        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """AdamW's moments, and the float32 parameters that it steps where they are not the model's own."""
@@ -160,14 +161,29 @@ class Optimizer:
                     }
 
 
-def refuse_stages_without_experts(has_experts: list[int] | int, pp: int, split: PipelineSplit = EVEN) -> None:
-    """ConfigError, the same on every rank, where one pipeline stage has experts and another none.
+class WrappedChunks(torch.nn.Module):
+    """The chunks of a rank with virtual stages, each in Megatron's DDP; `module` is the bare model, as a DDP has it."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], module: ModelChunks) -> None:
+        super().__init__()
+        self.module = module
+        self.chunks = tuple(chunks)
+
+
+def refuse_stages_without_experts(
+    has_experts: list[int] | int, pp: int, split: PipelineSplit = EVEN, virtual: Sequence[int] | None = None
+) -> None:
+    """ConfigError, the same on every rank, where one pipeline rank has experts and another none. `virtual`: layers of
+    its virtual stages.
 
     `has_experts` tells it of each layer, or is a number where all layers are alike. Megatron makes an optimizer for the
     experts of a stage (0.16.1, 0.19.2): ranks without it would neither take part in its gradient norm nor find its
     state in a checkpoint.
     """
     if not isinstance(has_experts, list):
+        return
+    if virtual is not None:
+        _refuse_ranks_without_experts(has_experts, pp, virtual)
         return
     stages = split.stages(len(has_experts), pp)
     assert stages is not None, "checked when the model was built"
@@ -179,6 +195,17 @@ def refuse_stages_without_experts(has_experts: list[int] | int, pp: int, split: 
                 "which has experts, as layers of other stages have; set a smaller one"
             )
         first += size
+
+
+def _refuse_ranks_without_experts(has_experts: list[int], pp: int, virtual: Sequence[int]) -> None:
+    owners = [stage % pp for stage, size in enumerate(virtual) for _ in range(size)]
+    for rank in range(pp):
+        layers = [layer for layer, owner in enumerate(owners) if owner == rank]
+        if not any(has_experts[layer] for layer in layers):
+            raise ConfigError(
+                f"layout.vpp: {len(virtual) // pp} gives pipeline rank {rank} layers {', '.join(map(str, layers))}, "
+                "none of which has experts, as layers of other ranks have; set another one, or a smaller layout.pp"
+            )
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:

@@ -77,22 +77,27 @@ class ExpertRouting:
         self.takes_over = False
         self.is_complete = False
         self._mesh = mesh
-        self._kept: list[tuple[MicroBatch, LocalTokens, MicroRouting]] | None = None
+        self._kept: dict[int, tuple[MicroBatch, LocalTokens, MicroRouting]] | None = None
 
-    def begin(self, micro: MicroBatch, *, is_update: bool) -> None:
-        """The next forward of the stage is that of `micro`."""
+    def begin(self, micro: MicroBatch, *, is_update: bool, counts: bool = True) -> None:
+        """The next forward of the stage, or of one of its chunks, is that of `micro`. `counts`: its tokens are
+        asked about."""
         tokens = LocalTokens.of(micro, self._mesh)
         recorded = micro.rows.routed_experts if self.takes_over else None
+        is_token = tokens.is_token()
         local = MicroRouting(
-            tokens.is_token(), None if recorded is None else tokens.scattered(recorded), keeps=self._kept is not None
+            is_token if counts else torch.zeros_like(is_token),
+            None if recorded is None else tokens.scattered(recorded),
+            keeps=self._kept is not None and counts,
         )
-        if self._kept is not None:
-            self._kept.append((micro, tokens, local))
+        if self._kept is not None and counts:
+            # Chunks of a rank run it one after another, and each has layers of its own.
+            _, _, local = self._kept.setdefault(id(micro), (micro, tokens, local))
         self.shared.begin(local, is_update=is_update)
 
     def record(self) -> None:
         """Keeps the choices of the micro-batches that follow, until `recorded` asks for them."""
-        self._kept = []
+        self._kept = {}
 
     def recorded(self) -> Tensor:
         """[tokens of all rows, layers, top_k] int16, the same on every rank of the model-parallel group, which all call
@@ -101,7 +106,7 @@ class ExpertRouting:
         assert kept is not None, "choices are asked for that were not recorded"
         mesh, shared = self._mesh, self.shared
         whole = []
-        for micro, tokens, local in kept:
+        for micro, tokens, local in kept.values():
             experts = torch.full(
                 (micro.rows.num_tokens, len(shared.layers), shared.moe.top_k), NO_EXPERT, dtype=torch.int32,
                 device=mesh.device,

@@ -17,10 +17,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megappo.engines.offload import RoleMemory, no_memory
-from megappo.engines.optimizer import Optimizer
+from megappo.engines.optimizer import Optimizer, WrappedChunks
 from megappo.engines.routing import ExpertRouting, RouterCoefficients, loads_of, routing_of
+from megappo.experience.cut import empty_like
 from megappo.experience.micro import MicroBatch
 from megappo.experience.packed import PackedMicroBatch
+from megappo.models.chunks import ModelChunks
 from megappo.models.lora import adapters_off, dropping_inputs
 from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
@@ -59,6 +61,7 @@ class ModelEngine:
         self.model = model
         self.mesh = mesh
         self.memory = memory or no_memory()
+        self._chunks = list(model.chunks) if isinstance(model, ModelChunks | WrappedChunks) else [model]
         self._schedule = get_forward_backward_func()
         shared = routing_of(model)
         self.routing = ExpertRouting(shared, mesh) if shared is not None else None
@@ -94,7 +97,7 @@ class ModelEngine:
         inputs: list[Any] = []
         with contextlib.ExitStack() as stack, torch.no_grad():
             if self.mesh.is_last_stage:
-                layer = get_attr_wrapped_model(self.model, "output_layer")
+                layer = get_attr_wrapped_model(self._chunks[-1], "output_layer")
                 hook = layer.register_forward_pre_hook(lambda _, *given: inputs.append(given), with_kwargs=True)
                 stack.callback(hook.remove)
             self._run(micros, lambda output, micro: None, forward_only=True)
@@ -118,26 +121,41 @@ class ModelEngine:
     def _run(
         self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
     ) -> list[Any]:
-        """One pass of Megatron's schedule; returns what `on_output` gave for each micro-batch (last stage only)."""
+        """One pass of Megatron's schedule; returns what `on_output` gave for each micro-batch (last stage only).
+
+        The interleaved schedule of virtual stages wants a multiple of `pp` micro-batches: what is missing is filled up
+        with ones of a single token, which `on_output` does not see.
+        """
+        num_given, chunks = len(micros), self._chunks
+        if len(chunks) > 1:
+            fillers = -num_given % self.mesh.pp
+            micros = [*micros, *[empty_like(micros[0], self.mesh.sequence_alignment)] * fillers]
 
         def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(iterator)
+            place, micro = next(iterator)
+            is_given = place < num_given
             if self.routing is not None:
-                self.routing.begin(micro, is_update=not forward_only)
+                self.routing.begin(micro, is_update=not forward_only, counts=is_given)
             output = model(micro.token_ids, micro.position_ids, None, **_packing(micro))
             # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
-            return output, lambda out, non_loss_data=False: on_output(out, micro)
+            return output, lambda out, non_loss_data=False: on_output(out, micro) if is_given else _no_share(out)
 
-        return self._schedule(
+        results: list[Any] = self._schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(micros),
-            model=[self.model],
+            data_iterator=[enumerate(micros) for _ in chunks] if len(chunks) > 1 else enumerate(micros),
+            model=chunks,
             num_microbatches=len(micros),
             seq_length=max(micro.length for micro in micros),
             micro_batch_size=len(micros[0].token_ids),
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        return results[:num_given]
+
+
+def _no_share(output: Tensor) -> tuple[Tensor, Tensor, None]:
+    """The triple of a micro-batch that has no part in the loss."""
+    return output.float().sum() * 0, torch.zeros((), dtype=torch.int, device=output.device), None
 
 
 class BaseEngine(ModelEngine):

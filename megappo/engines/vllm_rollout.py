@@ -17,7 +17,7 @@ from torch import nn
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
 from megappo.engines.hybrid.execute import Moved
-from megappo.engines.native_rollout import finish_parameter_gather, unwrapped
+from megappo.engines.native_rollout import finish_parameter_gather
 from megappo.engines.requests import check_requests
 from megappo.engines.rollout import (
     Completion,
@@ -36,6 +36,7 @@ from megappo.engines.vllm.patches import default_group_kept
 from megappo.engines.vllm.start import check_engine, start_engine, uses_expert_parallel
 from megappo.engines.vllm.transfer import LoadTransfer, WeightTransfer, chosen_way
 from megappo.models.architecture import ModelSpec
+from megappo.models.chunks import unwrapped
 from megappo.parallel.mesh import Mesh
 
 _log = logging.getLogger(__name__)

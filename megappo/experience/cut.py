@@ -81,6 +81,11 @@ def nothing_like(batch: ExperienceBatch) -> ExperienceBatch:
     return ExperienceBatch(**fields)  # type: ignore[arg-type]
 
 
+def empty_like(micro: MicroBatch, alignment: int) -> MicroBatch:
+    """A micro-batch of the same kind with one such sequence, as short as may be."""
+    return dataclasses.replace(micro, rows=nothing_like(micro.rows), length=alignment)
+
+
 def aligned(length: int, alignment: int) -> int:
     """The smallest multiple of the alignment that is at least `length` and not 0."""
     return max(-(-length // alignment) * alignment, alignment)

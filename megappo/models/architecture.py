@@ -56,9 +56,9 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
             f"{shape.num_kv_heads} KV heads (or is no multiple of them) and "
             f"{rows} feed-forward rows; possible: {', '.join(valid)}"
         )
-    if layout.split != EVEN and layout.split.stages(shape.num_layers, layout.pp) is None:
+    if layout.split != EVEN and layout.split.stages(shape.num_layers, layout.num_stages) is None:
         raise ConfigError(
-            f"layout: the {shape.num_layers} layers of this model can't be split over pp {layout.pp} stages with "
+            f"layout: the {shape.num_layers} layers of this model can't be split over {layout.num_stages} stages with "
             f"{layout.split}; leave out what makes the stages unequal"
         )
     if layout.split == EVEN and shape.num_layers % layout.pp:
@@ -66,6 +66,13 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
         raise ConfigError(
             f"layout.pp: {layout.pp} does not divide this model's {shape.num_layers} layers; "
             f"possible: {', '.join(valid)}"
+        )
+    if layout.split == EVEN and shape.num_layers % layout.num_stages:
+        most = shape.num_layers // layout.pp
+        valid = [str(vpp) for vpp in range(1, most + 1) if most % vpp == 0]
+        raise ConfigError(
+            f"layout.vpp: {layout.vpp} does not divide the {most} layers that each of pp {layout.pp} ranks has of this "
+            f"model; possible: {', '.join(valid)}"
         )
     if shape.moe is not None:
         for name, size, parts, total in (

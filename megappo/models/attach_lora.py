@@ -9,13 +9,13 @@ import hashlib
 import math
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
 from megappo.errors import ConfigError
 from megappo.models.adapter_map import SUFFIX, AdapterTarget, adapter_map, adapter_targets, row_blocks
 from megappo.models.architecture import ModelSpec
+from megappo.models.chunks import StageModel, chunks_of
 from megappo.models.import_hf import head_of
 from megappo.models.lora import LinearAdapter, adapters
 from megappo.models.stage_parameters import StageParameter, stage_parameters
@@ -24,7 +24,7 @@ from megappo.parallel.mesh import Mesh
 
 
 def attach_lora(
-    model: GPTModel,
+    model: StageModel,
     spec: ModelSpec,
     mesh: Mesh,
     lora: LoraConfig,
@@ -39,8 +39,8 @@ def attach_lora(
     targets = {target.linear: target for target in adapter_targets(weight_map, lora.target_modules, setting)}
     model.requires_grad_(False)
     if head_of(model) == "value":
-        model.output_layer.requires_grad_(True)
-    for layer in model.decoder.layers:
+        chunks_of(model)[-1].output_layer.requires_grad_(True)
+    for layer in (layer for chunk in chunks_of(model) for layer in chunk.decoder.layers):
         prefix = f"decoder.layers.{layer.layer_number - 1}."
         for target in (target for name, target in targets.items() if name.startswith(prefix)):
             parent, _, name = target.linear.removeprefix(prefix).rpartition(".")

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.models.architecture import ModelSpec, check_layout, read_model
+from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
@@ -42,8 +44,9 @@ def build_model(
     experts: Experts = "grouped",
     dispatcher: Dispatcher = "alltoall",
     recompute: Recompute = NO_RECOMPUTE,
-) -> GPTModel:
-    """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
+) -> StageModel:
+    """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero); with virtual
+    pipeline stages in as many chunks.
 
     `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded
     vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden states, whose input comes through
@@ -55,48 +58,69 @@ def build_model(
     check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
     config = transformer_config(shape, mesh, dtype, dispatcher, recompute)
     stages = mesh.stage_layers(shape.num_layers)
-    first = sum(stages[: mesh.pp_rank])
-    numbers = range(first, first + stages[mesh.pp_rank])
     routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(layers, experts, shape, numbers, routing),
-        vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
-        max_sequence_length=shape.max_positions,
-        pre_process=mesh.is_first_stage,
-        post_process=mesh.is_last_stage,
-        parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied and head == "lm",
-        position_embedding_type="rope",
-        rotary_percent=shape.rotary_percent,
-        rotary_base=shape.rope_theta,
-    )
-    add_variants(model, shape, RMSNorm, head)
-    if shape.rope_scaling is not None:
-        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
-        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
-    if recompute.granularity is not None and mesh.is_first_stage:
-        model.embedding.register_forward_hook(keep_gradient_path)
-    if head == "value" and mesh.is_last_stage:
-        model.output_layer = ValueHead(
-            shape.hidden_size,
-            dtype=dtype,
-            device=mesh.device,
-            sequence_parallel=mesh.sequence_parallel,
-            tp_group=mesh.tp_group,
-        )
-    model.expert_routing = routing
+    chunks = []
+    for number in range(mesh.vpp):
+        stage = number * mesh.pp + mesh.pp_rank
+        first = sum(stages[:stage])
+        block = block_spec(layers, experts, shape, range(first, first + stages[stage]), routing)
+        chunk = _chunk(shape, mesh, config, block, head, number)
+        if recompute.granularity is not None and chunk.pre_process:
+            chunk.embedding.register_forward_hook(keep_gradient_path)
+        chunk.expert_routing = routing
+        chunks.append(chunk)
+    model = chunks[0] if mesh.vpp == 1 else ModelChunks(chunks, stages)
     model.to(mesh.device)  # Megatron makes the router's and the shared expert's gate on the CPU
     _mark_shards(model, spec, head)
     return model
 
 
+def _chunk(
+    shape: ModelShape,
+    mesh: Mesh,
+    config: TransformerConfig,
+    block: TransformerBlockSubmodules,
+    head: Head,
+    number: int,
+) -> GPTModel:
+    """The layers of `block`, with the embedding on the first stage and the head on the last; `number` counts the chunks
+    of this rank."""
+    is_last = mesh.is_last_stage and number == mesh.vpp - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=padded_vocab_size(shape.vocab_size, mesh.tp),
+        max_sequence_length=shape.max_positions,
+        pre_process=mesh.is_first_stage and number == 0,
+        post_process=is_last,
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied and head == "lm",
+        position_embedding_type="rope",
+        rotary_percent=shape.rotary_percent,
+        rotary_base=shape.rope_theta,
+        vp_stage=number if mesh.vpp > 1 else None,
+    )
+    add_variants(model, shape, RMSNorm, head)
+    if shape.rope_scaling is not None:
+        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    if head == "value" and is_last:
+        model.output_layer = ValueHead(
+            shape.hidden_size,
+            dtype=config.params_dtype,
+            device=mesh.device,
+            sequence_parallel=mesh.sequence_parallel,
+            tp_group=mesh.tp_group,
+        )
+    return model
+
+
 def _layout(mesh: Mesh) -> LayoutConfig:
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "ep": mesh.ep, "etp": mesh.etp}
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "ep": mesh.ep, "etp": mesh.etp}
     return LayoutConfig(**sizes, sequence_parallel=mesh.sequence_parallel, **asdict(mesh.split))
 
 
-def _mark_shards(model: GPTModel, spec: ModelSpec, head: Head) -> None:
+def _mark_shards(model: StageModel, spec: ModelSpec, head: Head) -> None:
     """Sets the attributes by which Megatron knows shards from copies.
 
     `tensor_model_parallel` tells the gradient norm that a parameter is no copy that every TP rank holds. Megatron sets
@@ -151,6 +175,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        **_virtual_config(mesh),
         sequence_parallel=mesh.sequence_parallel,
         variable_seq_lengths=mesh.pp > 1,
         # The default, allgather, refuses variable lengths even where there are no experts (0.16.1).
@@ -174,12 +199,24 @@ def transformer_config(
     )
 
 
-def _stages_config(shape: ModelShape, mesh: Mesh) -> dict[str, int]:
+def _virtual_config(mesh: Mesh) -> dict[str, Any]:
+    """Of the interleaved schedule, which has no batched transfers."""
+    if mesh.vpp == 1:
+        return {}
+    return {"virtual_pipeline_model_parallel_size": mesh.vpp, "overlap_p2p_comm": True, "batch_p2p_comm": False}
+
+
+def _stages_config(shape: ModelShape, mesh: Mesh) -> dict[str, Any]:
     """Unequal stages. However they were asked for, Megatron is told the numbers of the first and the last: the others
-    are alike."""
+    are alike. Of virtual ones it is told the layers one by one, for its numbers are those of a rank (0.16.1)."""
     stages = mesh.stage_layers(shape.num_layers)
     if len(set(stages)) == 1:
         return {}
+    if mesh.vpp > 1:
+        parts = [["decoder"] * size for size in stages]
+        parts[0].insert(0, "embedding")
+        parts[-1].append("loss")
+        return {"pipeline_model_parallel_layout": parts}
     return {"num_layers_in_first_pipeline_stage": stages[0], "num_layers_in_last_pipeline_stage": stages[-1]}
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megappo.errors import DataError
 from megappo.models.architecture import ModelSpec
+from megappo.models.chunks import chunks_of
 from megappo.models.heads import ValueHead
 from megappo.models.hf_folder import SafetensorsReader
 from megappo.models.stage_parameters import StageParameter, stage_parameters
@@ -22,7 +23,7 @@ _IGNORED = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 def head_of(model: nn.Module) -> Head:
     """The head that a model was built with; known on the last stage, "lm" on the others."""
-    return "value" if isinstance(getattr(model, "output_layer", None), ValueHead) else "lm"
+    return "value" if isinstance(getattr(chunks_of(model)[-1], "output_layer", None), ValueHead) else "lm"
 
 
 @torch.no_grad()

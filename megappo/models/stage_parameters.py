@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megappo.models.adapter_map import SUFFIX
+from megappo.models.chunks import chunks_of
 from megappo.models.weight_map import EXPERT, Rule, Segment, WeightMap
 from megappo.parallel.mesh import Mesh
 
@@ -68,17 +69,18 @@ def stage_parameters(model: nn.Module, weight_map: WeightMap, *, is_partial: boo
 
 def _found(model: nn.Module) -> dict[str, list[_Found]]:
     """The stage's parameters by their names in the map; several where each expert is a module of its own."""
-    layers = list(model.decoder.layers)  # type: ignore[union-attr, arg-type]
     found: dict[str, list[_Found]] = {}
-    for name, parameter in model.named_parameters():
-        in_layer = _LAYER.fullmatch(name)
-        experts: Sequence[int] = ()
-        if in_layer is not None:
-            layer = layers[int(in_layer[1])]
-            experts = getattr(layer.mlp, "local_expert_indices", ())
-            name = f"decoder.layers.{layer.layer_number - 1}.{in_layer[2]}"
-        in_expert = _LOCAL_EXPERT.fullmatch(name)
-        if in_expert is not None:
-            name, experts = f"{in_expert[1]}{EXPERT}{in_expert[3]}", (experts[int(in_expert[2])],)
-        found.setdefault(name, []).append(_Found(parameter, experts))
+    for chunk in chunks_of(model):
+        layers = list(chunk.decoder.layers)
+        for name, parameter in chunk.named_parameters():
+            in_layer = _LAYER.fullmatch(name)
+            experts: Sequence[int] = ()
+            if in_layer is not None:
+                layer = layers[int(in_layer[1])]
+                experts = getattr(layer.mlp, "local_expert_indices", ())
+                name = f"decoder.layers.{layer.layer_number - 1}.{in_layer[2]}"
+            in_expert = _LOCAL_EXPERT.fullmatch(name)
+            if in_expert is not None:
+                name, experts = f"{in_expert[1]}{EXPERT}{in_expert[3]}", (experts[int(in_expert[2])],)
+            found.setdefault(name, []).append(_Found(parameter, experts))
     return found

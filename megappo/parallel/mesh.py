@@ -55,11 +55,15 @@ class Mesh:
     etp_group: ProcessGroup
     expert_dp_group: ProcessGroup
     split: PipelineSplit = EVEN
+    vpp: int = 1
+    """Virtual stages of each pipeline rank: model chunks that it holds."""
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage of a model with so many."""
-        stages = self.split.stages(num_layers, self.pp)
-        assert stages is not None, f"{num_layers} layers don't fit {self.pp} stages: checked when a model is built"
+        """Layers of each pipeline stage of a model with so many; of pp · vpp where there are virtual ones, of which the
+        stage s lies on pipeline rank s mod pp."""
+        number = self.pp * self.vpp
+        stages = self.split.stages(num_layers, number)
+        assert stages is not None, f"{num_layers} layers don't fit {number} stages: checked when a model is built"
         return stages
 
     @property
@@ -120,7 +124,8 @@ class Mesh:
         """The grid, one line a pipeline stage, one bracket a TP group; this rank is starred."""
         width = len(str(self.world_size - 1))
         experts = f", experts: ep {self.ep} × etp {self.etp}" if self.ep * self.etp > 1 else ""
-        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}{experts}"]
+        virtual = f", {self.vpp} virtual stages on each" if self.vpp > 1 else ""
+        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}{virtual}{experts}"]
         for stage, rows in enumerate(self.grid.tolist()):
             groups = []
             for row in rows:
@@ -171,12 +176,17 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         raise ConfigError(
             "layout.sequence_parallel: true needs tp > 1, there is nothing to shard over; set it to false"
         )
+    if layout.vpp > 1 and layout.pp == 1:
+        raise ConfigError(
+            f"layout.vpp: {layout.vpp} is for virtual stages of a pipeline; set layout.pp to 2, or it to 1"
+        )
     data_parallel_size(layout, int(os.environ.get("WORLD_SIZE", "1")))
     _join_process_group(timeout)
     dp = data_parallel_size(layout, dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
@@ -208,6 +218,7 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         expert_dp_group=parallel_state.get_expert_data_parallel_group(),
         split=layout.split,
+        vpp=layout.vpp,
     )
     _check_groups(mesh)
     return mesh

@@ -20,7 +20,6 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.models.gpt import GPTModel
 
 from megappo.config.checkpoint_folder import (
     BEST,
@@ -40,6 +39,7 @@ from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
 from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
+from megappo.models.chunks import StageModel
 from megappo.models.hf_folder import copy_companions
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
@@ -53,7 +53,7 @@ MODEL_FILES = "model"
 class SavedRole:
     """A role's part of a checkpoint: the model's bare stage, and its optimizer where it is trained."""
 
-    model: GPTModel
+    model: StageModel
     optimizer: Optimizer | None
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megappo.config.checkpoint_folder import MANIFEST, read_state
 from megappo.config.lora import LoraConfig
 from megappo.errors import DataError
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
+from megappo.models.chunks import StageModel
 from megappo.models.import_hf import import_hf
 from megappo.models.spec import Experts, Layers
 from megappo.models.weight_map import Head
@@ -52,7 +52,7 @@ class PolicySource:
         """What stands on the decoder: a checkpoint without an actor is a reward model's."""
         return "lm" if self.checkpoint is None or (self.checkpoint / "actor").is_dir() else "value"
 
-    def load(self, mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[GPTModel, ModelSpec]:
+    def load(self, mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[StageModel, ModelSpec]:
         """The policy's shard on this rank, in `dtype` (the source's own when None). A collective call.
 
         Raises DataError for the checkpoint of a reward model.
@@ -72,7 +72,7 @@ class PolicySource:
         head: Head | None = None,
         layers: Layers = "auto",
         experts: Experts = "grouped",
-    ) -> tuple[GPTModel, ModelSpec]:
+    ) -> tuple[StageModel, ModelSpec]:
         """Like `load`, with the head that the source has, or `head`."""
         head = head or self.head
         spec = read_model(self.folder)

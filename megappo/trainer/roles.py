@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megappo.config.actor import ActorConfig, CriticConfig
 from megappo.config.experiment import ExperimentConfig
@@ -21,6 +20,7 @@ from megappo.engines.routing import RouterCoefficients, routing_of
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
+from megappo.models.chunks import StageModel
 from megappo.models.import_hf import import_hf
 from megappo.models.router import Capacity
 from megappo.models.weight_map import Head
@@ -34,7 +34,7 @@ class TrainedRole:
     """A trained model: its engine, and the bare stage that checkpoints and exports read."""
 
     engine: TrainingEngine
-    model: GPTModel
+    model: StageModel
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class RoleBuilder:
         recompute: Recompute = NO_RECOMPUTE,
         lora: LoraConfig | None = None,
         setting: str = "model.lora",
-    ) -> GPTModel:
+    ) -> StageModel:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
         model = build_model(

@@ -33,4 +33,7 @@ class Cutter:
             return Cut(in_order(batch, self.size, alignment=alignment, device=device))
         parts = TokenParts.of(batch, self.max_tokens // alignment * alignment)
         most = max_over(self.mesh.dp_group, device)(torch.tensor([len(parts.fewest)], dtype=torch.int64))
-        return cut_by_tokens(batch, parts.of_number(int(most[0])), alignment=alignment, device=device)
+        number = int(most[0])
+        if self.mesh.vpp > 1:
+            number += -number % self.mesh.pp  # Megatron's interleaved schedule takes a multiple of it
+        return cut_by_tokens(batch, parts.of_number(number), alignment=alignment, device=device)

@@ -24,6 +24,12 @@ ONE_RANK = {
     "micro-4": "actor.ppo_micro_batch_size_per_gpu=4,critic.ppo_micro_batch_size_per_gpu=4",
     "recompute-uniform": f"{FULL},model.recompute_method=uniform,model.recompute_num_layers=2",
 }
+VIRTUAL = "layout.pp=2,layout.vpp=2"
+# Passes of three micro-batches, and of one, which the interleaved schedule fills up to a multiple of pp.
+ODD = (
+    "actor.log_prob_micro_batch_size_per_gpu=6,ref.log_prob_micro_batch_size_per_gpu=16,"
+    "critic.forward_micro_batch_size_per_gpu=6"
+)
 TWO_RANKS = {
     "dp2": "",
     "dp2-plain-optimizer": PLAIN_OPTIMIZER,
@@ -33,13 +39,18 @@ TWO_RANKS = {
     "tp2-sp-recompute-modules": f"layout.tp=2,layout.sequence_parallel=true,{SELECTIVE}",
     "pp2-recompute-block": f"layout.pp=2,{FULL},model.recompute_method=block,model.recompute_num_layers=1",
     "tp2-sp-dynamic": f"layout.tp=2,layout.sequence_parallel=true,{DYNAMIC}",
+    "pp2-vpp2+threes": f"{VIRTUAL},{ODD}",
 }
 FOUR_RANKS = {
     "tp2-pp2": "layout.tp=2,layout.pp=2",
     "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true",
     "pp2-dp2-dynamic": f"layout.pp=2,{DYNAMIC}",
+    # The longer rank's sequences need two or three micro-batches of the actor's, and three of the critic's.
+    "pp2-vpp2-dp2-dynamic": (
+        f"{VIRTUAL},{DYNAMIC},actor.ppo_max_token_len_per_gpu=45,critic.ppo_max_token_len_per_gpu=80"
+    ),
 }
-BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": TWO_RANKS["pp2"]}
+BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": VIRTUAL}
 LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]
 
 
@@ -47,10 +58,10 @@ LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("parity")
     # Tied: a pipeline has two copies of the embedding. A value head: the critic's body has a gradient at once.
-    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=4))
     # Of a family with a window, soft caps, and norms and scales of its own, all of which have gradients.
     critic = tiny_tokenizer(
-        tiny_model(folder / "critic", "gemma2", num_layers=2, value_head=True, seed=1, **VARIED_SETTINGS["gemma2"])
+        tiny_model(folder / "critic", "gemma2", num_layers=4, value_head=True, seed=1, **VARIED_SETTINGS["gemma2"])
     )
     return parity_runs(folder, actor, critic, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
 
@@ -84,6 +95,14 @@ def test_a_dropped_reduction_of_the_tied_embedding_over_stages_is_seen(runs: Run
     worst = runs.gradients("pp2+tied-embedding", "actor")
     assert worst.relative > 0.1 and worst.tensor == "model.embed_tokens.weight"
     assert runs.changes("pp2+tied-embedding", "actor").relative > 100 * WEIGHT_LIMIT
+
+
+def test_virtual_stages_have_an_even_number_of_micro_batches(runs: Runs) -> None:
+    """Those by tokens are cut smaller, a mean of two and four in steps with both; in sequences they are filled up."""
+    by_tokens = runs.metrics["pp2-vpp2-dp2-dynamic"]
+    assert [line["actor/micro_batches"] for line in by_tokens] == [3, 2, 3]
+    assert [line["critic/micro_batches"] for line in by_tokens] == [4, 4, 4]
+    assert [line["actor/micro_batches"] for line in runs.metrics["pp2-vpp2+threes"]] == [3, 3, 3]
 
 
 def test_gradients_are_not_trivially_zero(runs: Runs) -> None:

@@ -93,6 +93,14 @@ def test_stages_that_can_be_trained_all_have_experts() -> None:
         refuse_stages_without_experts([0, 1, 1, 1], 4)
 
 
+def test_a_rank_of_virtual_stages_has_experts_in_any_of_them() -> None:
+    refuse_stages_without_experts([0, 1, 1, 1], 2, virtual=[1, 1, 1, 1])
+    with pytest.raises(
+        ConfigError, match=r"layout\.vpp: 2 gives pipeline rank 0 layers 0, 2, none of which has experts"
+    ):
+        refuse_stages_without_experts([0, 1, 0, 1], 2, virtual=[1, 1, 1, 1])
+
+
 def test_whole_experts_are_the_default_whatever_tp_is() -> None:
     layout = LayoutConfig(tp=4)
     assert (layout.ep, layout.etp, layout.expert_tp) == (1, None, 1)

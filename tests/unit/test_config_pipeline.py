@@ -60,12 +60,35 @@ def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
     assert found(tmp_path, overrides) == [expected]
 
 
-@pytest.mark.parametrize("key", ["vpp", "virtual_pipeline_model_parallel_size"])
-def test_virtual_stages_are_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"layout\.{key} .*: there are no virtual pipeline stages .*layout\.pp makes"
-    ):
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        ("virtual_pipeline_model_parallel_size", "the same number"),
+        ("num_layers_per_virtual_pipeline_stage", r"layers / \(pp · that number\)"),
+    ],
+)
+def test_other_names_of_virtual_stages_lead_to_theirs(tmp_path: Path, key: str, number: str) -> None:
+    with pytest.raises(ConfigError, match=rf"layout\.{key} .*are layout\.vpp here.*; set layout\.vpp to {number}"):
         load_experiment(write_experiment(tmp_path), [f"layout.{key}=2"])
+
+
+MICRO = "actor.ppo_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("layout.vpp=2", "layout.vpp: 2: is for virtual stages of a pipeline, and layout.pp is 1; set it to 1, or layout.pp to 2"),
+        ("layout.pp=2 layout.vpp=2", "layout.vpp: 2: times pp 2 makes 4 stages, and the 6 layers of F/model can't be split so; nearest that can: 1 or 3"),
+        (f"layout.pp=2 layout.vpp=2 {FIRST}=1", "layout.vpp: 2: times pp 2 makes 4 stages, and the 6 layers of F/model can't be split so as the settings of unequal stages say; nearest that can: 1 or 3"),
+        ("layout.pp=4 layout.vpp=2 rollout.n=2", "layout.pp: 4: does not divide the 6 layers of F/model; nearest that can: 3 or 6"),
+        (f"layout.pp=2 layout.vpp=3 {MICRO}=2", f"{MICRO}: 2: makes 3 micro-batches of the 6 sequences that a step of the optimizer has on a rank, and layout.vpp 3 needs a multiple of pp 2; nearest that can: 1 or 3"),
+        (f"layout.pp=2 layout.vpp=3 trainer.kind=sft {MICRO}=4", f"{MICRO}: 4: makes 3 micro-batches of the 12 sequences that a step of the optimizer has on a rank, and layout.vpp 3 needs a multiple of pp 2; nearest that can: 3 or 6"),
+        ("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=2 layout.pp=2 layout.vpp=3", "model.recompute_num_layers: 2: does not divide the 1 layers of a stage of F/model; nearest that can: 1"),
+    ],
+)  # fmt: skip
+def test_each_rule_of_virtual_stages(tmp_path: Path, overrides: str, expected: str) -> None:
+    assert found(tmp_path, overrides) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +97,9 @@ def test_virtual_stages_are_refused(tmp_path: Path, key: str) -> None:
         f"layout.pp=2 {FIRST}=4",
         f"layout.pp=3 {FIRST}=1 {LAST}=3",
         f"layout.pp=2 {LOSS}=true layout.account_for_embedding_in_pipeline_split=true",
+        "layout.pp=2 layout.vpp=3",
+        f"layout.pp=2 layout.vpp=2 {FIRST}=1 {LAST}=1",
+        f"layout.pp=2 layout.vpp=2 {LOSS}=true layout.account_for_embedding_in_pipeline_split=true",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:

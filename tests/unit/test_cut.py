@@ -1,6 +1,8 @@
 """Micro-batches by tokens: the way back, empty ones, and the same loss and gradient as padded ones."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import torch
 from megappo.algorithms.aggregate import Denominators
 from megappo.config.actor import ActorConfig
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.cut import Cut, TokenParts, cut_by_tokens
+from megappo.experience.cut import Cut, TokenParts, cut_by_tokens, empty_like
 from megappo.experience.micro import micro_batches
 from megappo.experience.packed import packed_micro_batches
 from megappo.workers.actor import ActorLoss, estimated_kl
+from megappo.workers.cutting import Cutter
 from tests.unit.test_loss_splits import BATCH, LOG_PROBS, LOSSES, MODES, logits
 
 CPU = torch.device("cpu")
@@ -97,3 +100,27 @@ def test_packed_and_dynamic_give_the_loss_and_gradient_of_single_sequences(mode:
         ours, ours_gradient = loss_and_gradient(config, cut, order)
         assert ours == pytest.approx(expected, rel=1e-6), name
         assert float((ours_gradient - gradient).norm() / gradient.norm()) <= 1e-6, name
+
+
+class OneRank:
+    """Of a group without others."""
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("vpp", "tokens"), [(1, [3, 3, 4]), (2, [1, 2, 3, 4])])
+def test_virtual_stages_cut_a_multiple_of_pp(vpp: int, tokens: list[int]) -> None:
+    """Sequences of 3, 1, 4 and 2 tokens in micro-batches of 4: three hold them, and two ranks with virtual stages take
+    four."""
+    mesh: Any = SimpleNamespace(pp=2, vpp=vpp, dp_group=OneRank(), device=CPU, sequence_alignment=1)
+    cut = Cutter(mesh, 1, packed=True, max_tokens=4)(batch())
+    assert sorted(micro.rows.num_tokens for micro in cut.micros) == tokens
+
+
+def test_a_micro_batch_that_fills_up_has_no_token_of_a_response() -> None:
+    for cut in (micro_batches, packed_micro_batches):
+        micro = cut(batch(), 2, alignment=2)[0]
+        empty = empty_like(micro, 2)
+        assert type(empty) is type(micro) and empty.token_ids.shape == (1, 2) and empty.rows.num_tokens == 1
+        assert not empty.predicted.any() and empty.view("values").tolist() == [[0, 0]]

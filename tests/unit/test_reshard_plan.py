@@ -167,6 +167,21 @@ def test_experts_in_parameters_of_their_own_are_copied_into_vllms() -> None:
     assert {transfer.way for transfer in apart.receives(0) if transfer.experts} == {Way.LOCAL}
 
 
+def test_virtual_stages_lie_on_the_ranks_of_a_pipeline_in_turn() -> None:
+    """Of four stages of one layer each the first rank has layers 0 and 2, and takes the others from the second."""
+    plan = planner("tiny-llama", "2-1-1", 1)
+    virtual = Planner(
+        plan.kinds, plan.training, plan.targets, layers_of_stages=[1, 1, 1, 1], element_bytes=2, bucket_bytes=1 << 20,
+        generation_tp=1,
+    )  # fmt: skip
+    for rank, layers in ((0, {0, 2}), (1, {1, 3})):
+        sources = {(transfer.layer, transfer.source_rank) for transfer in virtual.receives(rank)}
+        assert {layer for layer, source in sources if source == rank and layer is not None} == layers
+        assert {layer for layer, source in sources if source != rank and layer is not None} == {0, 1, 2, 3} - layers
+    ends = {transfer.source: transfer.source_rank for transfer in virtual.receives(0) if transfer.layer is None}
+    assert ends["embedding.word_embeddings.weight"] == 0 and set(ends.values()) == {0, 1}
+
+
 def test_kv_heads_that_several_vllm_ranks_hold() -> None:
     """4 KV heads on 8 ranks: ranks 2h and 2h + 1 both hold all rows of head h."""
     plan = planner("tiny-llama", "1-8-1", 8, "vllm")

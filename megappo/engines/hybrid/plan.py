@@ -101,7 +101,8 @@ class _Part:
 class Planner:
     """Plans for the ranks of one training grid and the generation engine that `targets` describes.
 
-    `layers_of_stages`: how many layers each pipeline stage holds. `element_bytes` is the size of an element,
+    `layers_of_stages`: how many layers each pipeline stage holds; of more than there are ranks in a pipeline, virtual
+    stages, these have every pp-th. `element_bytes` is the size of an element,
     `bucket_bytes` what a rank receives at once at most (a bucket holds at least one row, or one expert).
     `grouped_experts`: training holds the experts of a layer in one parameter.
     """
@@ -118,13 +119,15 @@ class Planner:
         generation_tp: int,
         grouped_experts: bool = True,
     ) -> None:
-        assert len(layers_of_stages) == training.pp, f"{training.pp} stages, and layers of {len(layers_of_stages)}"
+        assert len(layers_of_stages) % training.pp == 0, f"{training.pp} stages, and layers of {len(layers_of_stages)}"
         self.kinds = kinds
         self.training = training
         self.targets = targets
         self.element_bytes = element_bytes
         self.grouped_experts = grouped_experts
-        self._stage_of_layer = [stage for stage, count in enumerate(layers_of_stages) for _ in range(count)]
+        self._stage_of_layer = [
+            stage % training.pp for stage, count in enumerate(layers_of_stages) for _ in range(count)
+        ]
         self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
         self._places = {kind.key: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
         # By a target's identity, which is kept alive beside: to hash its rows takes longer than to look them up.

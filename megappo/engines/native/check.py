@@ -14,7 +14,6 @@ def check_model(config: TransformerConfig) -> None:
         "experts cut over data-parallel ranks": config.tensor_model_parallel_size
         % (config.expert_tensor_parallel_size or 1)
         > 0,
-        "virtual pipeline stages": (config.virtual_pipeline_model_parallel_size or 1) > 1,
         "sliding-window attention": config.window_size is not None,
         "multi-latent attention": config.multi_latent_attention,
     }

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron.core.models.gpt import GPTModel
-
 from megappo.engines.native.attention import CurrentStep
 from megappo.engines.native.cache import CacheShape, KVCache
 from megappo.engines.native.ranks import DecodingRanks
@@ -20,6 +18,7 @@ from megappo.engines.native.swaps import decoding
 from megappo.engines.native.tokens import step_tokens
 from megappo.engines.requests import check_requests
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
+from megappo.models.chunks import StageModel, chunks_of
 from megappo.models.families.base import ModelShape
 
 
@@ -32,7 +31,7 @@ class DecodingLoop:
     `records_experts` completions have `routed_experts`.
     """
 
-    model: GPTModel
+    model: StageModel
     shape: ModelShape
     ranks: DecodingRanks
     decode: Callable[[Sequence[int]], str]
@@ -111,7 +110,7 @@ class DecodingLoop:
         return finished
 
     def _cache(self, num_requests: int, max_length: int) -> KVCache:
-        layers = self.model.decoder.layers
+        layers = [layer for chunk in chunks_of(self.model) for layer in chunk.decoder.layers]
         attention = layers[0].self_attention
         shape = CacheShape(
             num_layers=len(layers),
@@ -124,7 +123,7 @@ class DecodingLoop:
 
 
 @contextmanager
-def _recording(model: GPTModel, recorder: ExpertRecorder | None) -> Iterator[None]:
+def _recording(model: StageModel, recorder: ExpertRecorder | None) -> Iterator[None]:
     """While inside, the routers of a model with experts belong to generation: training's micro-batch is left alone."""
     routing = getattr(model, "expert_routing", None)
     if routing is None:

@@ -44,14 +44,6 @@ class DecodingRanks:
         return self.pp_group.rank()
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage == self.pp_group.size() - 1
-
-    @property
     def place(self) -> int:
         """Which shard of its stage this rank holds."""
         return self.tp_order.index(self.tp_group.rank())

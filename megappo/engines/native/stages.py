@@ -17,22 +17,31 @@ from megappo.engines.native.sampling import Draw, draw
 from megappo.engines.native.schedule import GeneratedSequence
 from megappo.engines.native.tokens import StepTokens
 from megappo.engines.rollout import SamplingParams
+from megappo.models.chunks import StageModel, chunks_of
 
 
-def local_logits(model: GPTModel, ranks: DecodingRanks, tokens: StepTokens) -> Tensor | None:
-    """Runs this rank's stage; on the last stage the logits [rows, padded vocabulary / tp], None on the others."""
-    if not ranks.is_first_stage:
+def local_logits(model: StageModel, ranks: DecodingRanks, tokens: StepTokens) -> Tensor | None:
+    """Runs this rank's stage, or its virtual ones in turn; on the rank of the last stage the logits [rows, padded
+    vocabulary / tp], None on the others."""
+    for chunk in chunks_of(model):
+        logits = _chunk_logits(chunk, ranks, tokens)
+    return logits
+
+
+def _chunk_logits(model: GPTModel, ranks: DecodingRanks, tokens: StepTokens) -> Tensor | None:
+    """Takes hidden states from the stage before and hands its own to the next: the stages go round the ranks."""
+    if not model.pre_process:
         length = len(tokens.token_ids) // ranks.sequence_alignment
         config = model.config
         dtype = config.pipeline_dtype or config.params_dtype
         hidden = torch.empty(length, 1, config.hidden_size, dtype=dtype, device=ranks.device)
-        dist.recv(hidden, group=ranks.pp_group, group_src=ranks.stage - 1)
+        dist.recv(hidden, group=ranks.pp_group, group_src=(ranks.stage - 1) % ranks.pp_group.size())
         model.set_input_tensor(hidden)
     # The attention mask is not read: CachedAttention knows from the step who sees what.
     output = model(tokens.token_ids[None], tokens.positions[None], None)
-    if ranks.is_last_stage:
+    if model.post_process:
         return output[0]  # type: ignore[no-any-return]
-    dist.send(output.contiguous(), group=ranks.pp_group, group_dst=ranks.stage + 1)
+    dist.send(output.contiguous(), group=ranks.pp_group, group_dst=(ranks.stage + 1) % ranks.pp_group.size())
     return None
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megappo.engines.native.attention import CachedAttention, CurrentStep
 from megappo.engines.native.cache import KVCache
 from megappo.engines.native.pieces import OutputPieces
+from megappo.models.chunks import StageModel, chunks_of
 from megappo.models.scores import softcapped
 from megappo.models.variants import logit_softcap
 
@@ -64,7 +64,7 @@ class LogitRows(nn.Module):
 
 
 @contextmanager
-def decoding(model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep) -> Iterator[None]:
+def decoding(model: StageModel, cache: KVCache, max_length: int, step: CurrentStep) -> Iterator[None]:
     """While inside, `model` computes steps on `cache`, in evaluation mode and without gradients; afterwards, also after
     an error, it is as it was. `max_length` is the longest sequence, in tokens."""
     # no_grad and not inference_mode: tensors that Megatron caches on the way are used in training afterwards.
@@ -93,14 +93,17 @@ def _cached_attention(layer: nn.Module, number: int, cache: KVCache, step: Curre
 
 
 def _swaps(
-    model: GPTModel, cache: KVCache, max_length: int, step: CurrentStep
+    model: StageModel, cache: KVCache, max_length: int, step: CurrentStep
 ) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, attribute, module that takes its place)."""
+    chunks = chunks_of(model)
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     swaps: list[tuple[nn.Module, str, nn.Module]] = [
         (layer.self_attention, "core_attention", _cached_attention(layer, number, cache, step))
-        for number, layer in enumerate(model.decoder.layers)
+        for number, layer in enumerate(layers)
     ]
-    swaps.append((model, "rotary_pos_emb", PositionRows(model.rotary_pos_emb, max_length, step)))
-    if model.post_process:
-        swaps.append((model, "output_layer", LogitRows(model.output_layer, logit_softcap(model), step)))
+    for chunk in chunks:
+        swaps.append((chunk, "rotary_pos_emb", PositionRows(chunk.rotary_pos_emb, max_length, step)))
+        if chunk.post_process:
+            swaps.append((chunk, "output_layer", LogitRows(chunk.output_layer, logit_softcap(chunk), step)))
     return swaps

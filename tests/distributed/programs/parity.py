@@ -2,7 +2,8 @@
 
 Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
 sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages, `…+expert-copies` that of
-experts over TP ranks that hold copies of them: the comparison must see all three. A run named `native…` generates
+experts over TP ranks that hold copies of them: the comparison must see all three. `…+threes` cuts three sequences where
+it is told two, which leaves an odd number of micro-batches. A run named `native…` generates
 with its own engine instead; one named `latent…` has none.
 """
 
@@ -26,6 +27,8 @@ from megatron.core import parallel_state
 from megappo.config.load import load_experiment
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.rollout import Progress, SamplingParams
+from megappo.experience.batch import ExperienceBatch
+from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.models import build
 from megappo.models.attach_lora import attached_lora
@@ -39,6 +42,7 @@ from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
 from megappo.trainer.collect import Collector
 from megappo.trainer.ppo import PPOTrainer
+from megappo.workers import cutting
 from megappo.workers.critic import CriticWorker
 from tests.support.adapters import fill_adapters
 
@@ -121,6 +125,9 @@ def broken(kind: str | None) -> Any:
     }
     if kind is None:
         yield
+    elif kind == "threes":
+        with replaced(cutting, "micro_batches", _in_threes):
+            yield
     elif kind == "expert-copies":
         with replaced(build, "_mark_shards", _without_expert_groups(build._mark_shards)):
             yield
@@ -139,6 +146,10 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, original)
 
 
+def _in_threes(batch: ExperienceBatch, size: int, **options: Any) -> list[MicroBatch]:
+    return micro_batches(batch, 3 if size == 2 else size, **options)
+
+
 def _without_expert_groups(mark: Callable[..., None]) -> Callable[..., None]:
     """Every parameter is reduced over the dense weights' data-parallel group, as Megatron does it at EP 1."""
 
@@ -153,8 +164,10 @@ def _without_expert_groups(mark: Callable[..., None]) -> Callable[..., None]:
 def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The reduced gradient of each parameter, also where data-parallel ranks hold a shard of each bucket."""
     wrapped = optimizer.wrapped
-    if wrapped.ddp_config.use_distributed_optimizer:
-        for buffer in wrapped.buffers + wrapped.expert_parallel_buffers:
+    if optimizer.chunks[0].ddp_config.use_distributed_optimizer:
+        for buffer in (
+            buffer for chunk in optimizer.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+        ):
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
