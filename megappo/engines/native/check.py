@@ -16,7 +16,6 @@ def check_model(config: TransformerConfig) -> None:
         > 0,
         "virtual pipeline stages": (config.virtual_pipeline_model_parallel_size or 1) > 1,
         "sliding-window attention": config.window_size is not None,
-        "multi-latent attention": config.multi_latent_attention,
     }
     for name, is_used in unsupported.items():
         if is_used:
@@ -39,6 +38,8 @@ def check_generation_size(shape: ModelShape, tp: int) -> None:
 
 def _fits(shape: ModelShape, tp: int) -> bool:
     rows = [shape.num_heads, shape.ffn_size]
+    if shape.latent is not None:  # Megatron builds the down projections cut, before they are exchanged
+        rows += [shape.latent.kv_rank + shape.latent.rope_head_dim, shape.latent.q_rank or 0]
     if shape.moe is not None:
         rows += [shape.moe.num_experts, shape.moe.shared_ffn_size]
     kv_heads_fit = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0
