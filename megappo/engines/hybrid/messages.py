@@ -80,7 +80,7 @@ def bucketed(
 
 
 def _messages(peer: int, several: Iterable[tuple[Transfer, Views]]) -> list[Message]:
-    """Large parts by themselves, the others of a type together. Both ranks cut alike: by sizes, not by where it lies."""
+    """Large parts by themselves, the others of a type together. Both ranks cut alike, by size."""
     messages: list[Message] = []
     small: dict[torch.dtype, list[tuple[Tensor, Transfer]]] = {}
     for transfer, views in several:

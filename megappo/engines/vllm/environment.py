@@ -23,6 +23,7 @@ _VARIABLES_ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # 0.32.0 would compile for 22 s at the first generation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share the cores; torchrun says how many threads each has
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MLA_DISABLE": "1",  # 0.32.0's kernels for latent attention have one size of latents; these know keys and values
 }
 
 

@@ -37,6 +37,13 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
             f"rollout.max_model_len: {max_model_len} tokens are more than the {shape.max_positions} positions of "
             f"{spec.folder}; shorten data.max_prompt_length or data.max_response_length"
         )
+    yarn = None if shape.latent is None else shape.latent.yarn
+    if yarn is not None and max_model_len > yarn.factor * yarn.original_max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len: {max_model_len} tokens are more than vLLM's RoPE table has positions, "
+            f"{yarn.factor:g} times original_max_position_embeddings {yarn.original_max_positions} in {spec.folder}; "
+            "shorten data.max_prompt_length or data.max_response_length, or set rollout.engine to native"
+        )
     if spec.family.model_type in WITHOUT_LAYERS:
         raise ConfigError(
             f"rollout.engine: vllm has no layers of its own for model_type {spec.family.model_type!r} ({spec.folder}), "
@@ -83,6 +90,7 @@ def start_engine(
             skip_tokenizer_init=not (config.stop or config.multi_turn.enable),
             load_format=LOAD_FORMAT,
             generation_config="vllm",  # not the sampling defaults of the model's folder
+            hf_overrides=config_overrides(spec),
             dtype=dtype,
             quantization=config.quantization,
             seed=seed,
@@ -106,6 +114,23 @@ def start_engine(
         )
     _forget_shared_memory(token)
     return llm
+
+
+def config_overrides(spec: ModelSpec) -> dict[str, Any]:
+    """Keys for `config.json`. Hugging Face's classes of DeepSeek imply how a router chooses, and save no key of it; where
+    one is missing, vLLM takes another way without a word (0.32.0)."""
+    shape = spec.shape
+    if shape.latent is None or shape.moe is None:
+        return {}
+    moe = shape.moe
+    method = "group_limited_greedy" if moe.num_groups > 1 else "greedy"
+    return {
+        "scoring_func": moe.score,
+        "topk_method": "noaux_tc" if moe.has_bias else method,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+    }
 
 
 def _forget_shared_memory(token: str) -> None:

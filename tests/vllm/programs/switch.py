@@ -48,8 +48,9 @@ def main() -> None:
     parser.add_argument("--crash", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    has_experts = read_model(arguments.model).shape.moe is not None  # whose training asks for it
     layout = LayoutConfig(
-        tp=arguments.tp, pp=arguments.pp, ep=arguments.ep, sequence_parallel=arguments.tp > 1 and arguments.ep > 1
+        tp=arguments.tp, pp=arguments.pp, ep=arguments.ep, sequence_parallel=arguments.tp > 1 and has_experts
     )
     mesh = start_mesh(layout, seed=0, timeout=timedelta(minutes=2))
     config = RolloutConfig(
