@@ -15,18 +15,7 @@ def expert_problems(config: ExperimentConfig) -> list[Problem]:
         return []
     if facts.num_experts is None:
         return list(_dense_problems(config))
-    return [*_dispatcher_problems(config), *_replay_problems(config), *_engine_problems(config, facts.model_type)]
-
-
-def _engine_problems(config: ExperimentConfig, model_type: str) -> Iterator[Problem]:
-    """Where something is generated: a direct transfer to vLLM knows the names of the other families."""
-    is_latent = model_type.startswith("deepseek_")
-    generates = config.trainer.kind == "ppo" or (config.data.has_val_files and config.reward is not None)
-    if not generates or not (is_latent or model_type == "mixtral"):
-        return
-    if config.rollout.engine == "vllm" and config.hybrid.weights != "load":
-        reason = f"shards of a {model_type} model are not handed over to vLLM; whole tensors go through its own loader"
-        yield Problem("hybrid.weights", config.hybrid.weights, reason, "load")
+    return [*_dispatcher_problems(config), *_replay_problems(config)]
 
 
 def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:

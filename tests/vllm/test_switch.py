@@ -52,7 +52,7 @@ class Case:
 LATENT: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None,
-        "topk_method": "group_limited_greedy", "num_layers": 3,
+        "topk_method": "group_limited_greedy", "num_layers": 4,
     },
     "deepseek_v3": {
         "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 32,
@@ -69,9 +69,10 @@ CASES = {
     "phi3 tp2 to tp2, direct": Case("phi3", tied=False, tp=2, generation_tp=2, weights="direct"),
     "tp2 to tp2, direct": Case("qwen2", tied=True, tp=2, generation_tp=2, weights="direct", seed_per_request=False),
     "ep2 to tp2, direct": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
-    "mixtral tp2 ep2 to tp2": Case("mixtral", tied=False, tp=2, ep=2, generation_tp=2),
+    "mixtral tp2 ep2 to tp2, direct": Case("mixtral", tied=False, tp=2, ep=2, generation_tp=2, weights="direct"),
     "deepseek_v2 pp2 to tp2": Case("deepseek_v2", tied=False, tp=1, pp=2, generation_tp=2),
     "deepseek_v3 tp2 to two replicas": Case("deepseek_v3", tied=False, tp=2, generation_tp=1),
+    "deepseek_v3 ep2 to tp2, direct": Case("deepseek_v3", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
 }
 
 
@@ -153,6 +154,10 @@ def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome
         "ep2 to tp2, direct": [[0, 1]],
         "gemma2 tp2 to two replicas": [[0], [1]],
         "phi3 tp2 to tp2, direct": [[0, 1]],
+        "mixtral tp2 ep2 to tp2, direct": [[0, 1]],
+        "deepseek_v2 pp2 to tp2": [[0, 1]],
+        "deepseek_v3 tp2 to two replicas": [[0], [1]],
+        "deepseek_v3 ep2 to tp2, direct": [[0, 1]],
     }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
-from megappo.engines.vllm.environment import prepare_environment
+from megappo.engines.vllm.environment import has_latent_kernels, prepare_environment
 from megappo.engines.vllm.patches import starting
 from megappo.engines.vllm.transfer import register_loader
 from megappo.errors import ConfigError
@@ -51,6 +51,11 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
         )
     if not runtime.on_cpu:
         return
+    if shape.latent is not None and has_latent_kernels():
+        raise ConfigError(
+            "rollout.engine: vllm has kernels on a CPU for latent attention of one size alone, and keeps their weights "
+            "packed; leave VLLM_MLA_DISABLE unset, or set it to 1"
+        )
     if config.enable_expert_parallel:
         raise ConfigError(
             "rollout.enable_expert_parallel: true ends the process in vLLM on a CPU; set it to false or leave it out"
@@ -117,8 +122,8 @@ def start_engine(
 
 
 def config_overrides(spec: ModelSpec) -> dict[str, Any]:
-    """Keys for `config.json`. Hugging Face's classes of DeepSeek imply how a router chooses, and save no key of it; where
-    one is missing, vLLM takes another way without a word (0.32.0)."""
+    """Keys for `config.json`. Hugging Face's classes of DeepSeek imply how a router chooses, and save no key of it;
+    where one is missing, vLLM takes another way without a word (0.32.0)."""
     shape = spec.shape
     if shape.latent is None or shape.moe is None:
         return {}
