@@ -1,8 +1,8 @@
 """What vLLM makes of latent attention's up projection when it has loaded it: written anew after a transfer.
 
 Its kernels decode on the cached latents themselves: keys' rows of `kv_b_proj` go to the queries (`W_UK_T`), those of
-values to the output (`W_UV`). Seen with vLLM 0.32.0, where both are parameters of the attention that vLLM's loader fills once;
-0.20.2 keeps views of `kv_b_proj` there. Nothing of vLLM is imported.
+values to the output (`W_UV`). Seen with vLLM 0.32.0, where both are parameters of the attention, filled once after
+loading; where they are views of `kv_b_proj` they need nothing. Nothing of vLLM is imported.
 """
 
 from typing import Any

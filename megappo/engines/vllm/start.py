@@ -27,6 +27,10 @@ WITHOUT_LAYERS = ("glm",)
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that vLLM's attention on CPUs has kernels for (0.32.0)."""
 
+LATENT_ON_CPU: dict[str, Any] = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+"""The kernel for RoPE on a CPU takes the part of a head that carries positions for whole heads (0.32.0): log-probs were
+3.5 off. Without it vLLM computes RoPE in torch."""
+
 
 def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> None:
     """ConfigError for what vLLM can't do here, with what can be done instead."""
@@ -114,6 +118,7 @@ def start_engine(
             async_scheduling=False if grid.tp > 1 else None,
             # Other backends (FlashInfer) swap or repack the experts' matrices, which then could not be written in place
             **({"moe_backend": "triton"} if spec.shape.moe is not None and not runtime.on_cpu else {}),
+            **(LATENT_ON_CPU if spec.shape.latent is not None and runtime.on_cpu else {}),
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
         )
