@@ -1,4 +1,4 @@
-"""Rules about routers, and about latent attention: what may be asked of them where."""
+"""Rules about routers and experts: what may be asked of them where."""
 
 from collections.abc import Iterator
 
@@ -15,22 +15,7 @@ def expert_problems(config: ExperimentConfig) -> list[Problem]:
         return []
     if facts.num_experts is None:
         return list(_dense_problems(config))
-    return [*_dispatcher_problems(config), *_replay_problems(config), *_engine_problems(config, facts.model_type)]
-
-
-def _engine_problems(config: ExperimentConfig, model_type: str) -> Iterator[Problem]:
-    """Where something is generated: the native engine's cache knows keys and values only, and a direct transfer to vLLM
-    the names of the other families."""
-    is_latent = model_type.startswith("deepseek_")
-    generates = config.trainer.kind == "ppo" or (config.data.has_val_files and config.reward is not None)
-    if not generates or not (is_latent or model_type == "mixtral"):
-        return
-    if config.rollout.engine == "vllm" and config.hybrid.weights != "load":
-        reason = f"shards of a {model_type} model are not handed over to vLLM; whole tensors go through its own loader"
-        yield Problem("hybrid.weights", config.hybrid.weights, reason, "load")
-    if config.rollout.engine == "native" and is_latent:
-        reason = f"native does not decode the latent attention of {config.model.path}"
-        yield Problem("rollout.engine", "native", reason, "vllm, with hybrid.weights load")
+    return [*_dispatcher_problems(config), *_replay_problems(config)]
 
 
 def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ class Rule:
     one expert's matrix, `{expert}` in names and sources is its number in the layer, and a name without it is one
     parameter of all local experts, [experts / ep, rows, columns]. `is_copy`: another rule owns the same tensors (the
     output layer of a tied model's last stage), so that an export leaves this one out. `is_optional`: a folder may lack
-    the tensors, the parameter then stays as built.
+    the tensors, the parameter then stays as built. `is_float32`: it has this type in models of any type.
     """
 
     names: tuple[str, ...]
@@ -62,6 +62,7 @@ class Rule:
     experts: int | None = None
     is_copy: bool = False
     is_optional: bool = False
+    is_float32: bool = False
 
     def shard(self, tp: int, tp_rank: int) -> tuple[Segment, ...]:
         """The shard of rank `tp_rank` of `tp`, in order along `axis`; rows that continue each other are one segment."""

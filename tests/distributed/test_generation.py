@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.model_cases import YARN
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import FAMILY_NAMES, VARIED_SETTINGS, FamilyName, tiny_model
 
 LAYOUTS = {"tp1": (), "tp2": ("--tp", 2), "tp2 sp": ("--tp", 2, "--sp"), "pp2": ("--pp", 2)}
-EXPERTS: tuple[FamilyName, ...] = ("qwen2_moe", "qwen3_moe")
+EXPERTS: tuple[FamilyName, ...] = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {"rope_parameters": YARN | {"mscale": 0.7}},
+}
 MODELS = (*FAMILY_NAMES, *VARIED_SETTINGS, "odd", *EXPERTS)
 NUM_PROMPTS = 16
 
@@ -28,10 +33,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder a model, with its prompts. `odd`: one KV head, tied, and a vocabulary that needs padding."""
     folder = tmp_path_factory.mktemp("models")
     for number, family in enumerate((*FAMILY_NAMES, *EXPERTS, *VARIED_SETTINGS)):
-        tiny_model(folder / family, family, seed=number, **VARIED_SETTINGS.get(family, {}))
+        settings = VARIED_SETTINGS.get(family) or LATENT.get(family, {})
+        tiny_model(folder / family, family, seed=number, **settings)
     tiny_model(folder / "odd", "llama", seed=7, tied=True, vocab_size=131, num_kv_heads=1)
     for number, name in enumerate(MODELS):
-        prompts = ragged_prompts(number)[: 6 if name in VARIED_SETTINGS else NUM_PROMPTS]
+        prompts = ragged_prompts(number)[: 6 if name in VARIED_SETTINGS or name in LATENT else NUM_PROMPTS]
         (folder / name / "prompts.json").write_text(json.dumps(prompts))
     return folder
 

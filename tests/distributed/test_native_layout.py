@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.model_cases import YARN
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model
 
 VARIED: tuple[FamilyName, ...] = ("phi3", "glm4", "gemma2", "gemma3_text")
-MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "mixtral", *VARIED)
+MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", *VARIED)
 NUM_PROMPTS = 7
 NEW_TOKENS = 10
 
@@ -27,6 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "qwen2_moe", "qwen2_moe", seed=4)
     tiny_model(folder / "qwen3_moe", "qwen3_moe", seed=5, num_layers=4, mlp_only_layers=[1], norm_topk_prob=True)
     tiny_model(folder / "mixtral", "mixtral", seed=6)
+    tiny_model(folder / "deepseek_v2", "deepseek_v2", seed=20, q_lora_rank=None, topk_method="group_limited_greedy")
+    tiny_model(folder / "deepseek_v3", "deepseek_v3", seed=21, rope_parameters=YARN)
     for number, family in enumerate(VARIED, start=7):
         num_kv_heads = 1 if family == "gemma3_text" else 2
         tiny_model(folder / family, family, seed=number, num_kv_heads=num_kv_heads, **VARIED_SETTINGS[family])

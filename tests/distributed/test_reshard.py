@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "one-kv-head": {"family": "llama", "num_kv_heads": 1, "num_layers": 4},  # fewer than tp and than t_g
     "odd-vocabulary": {"family": "llama", "vocab_size": 131, "num_layers": 4},
     "experts": {"family": "qwen3_moe", "num_layers": 4, "num_experts": 8},
+    "latent": {"family": "deepseek_v3", "num_layers": 4},  # with a bias of experts, and a dense layer
     "shared-expert": {"family": "qwen2_moe", "num_layers": 4, "num_experts": 8},
 }
 
@@ -24,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def case(model: str, layout: str, generation: int, **more: Any) -> dict[str, Any]:
     """`layout` as p-t-d; more sizes by name."""
     pp, tp, _ = map(int, layout.split("-"))
-    is_moe = model in ("experts", "shared-expert")
+    is_moe = model in ("experts", "shared-expert", "latent")
     sizes = {"pp": pp, "tp": tp, "sequence_parallel": is_moe and tp > 1}
     sizes |= {name: more.pop(name) for name in ("ep", "etp") if name in more}
     return {"model": model, "layout": sizes, "name": layout, "generation": generation, **more}
@@ -51,6 +52,8 @@ FINGERPRINTS = {
             case("shared-expert", layout, generation, ep=ep)
             for layout, generation, ep in (("1-1-4", 2, 4), ("2-1-2", 1, 2), ("1-2-2", 2, 2))
         ),
+        case("latent", "2-2-1", 1),
+        case("latent", "1-2-2", 4, ep=2),
         case("experts", "1-2-2", 2, ep=2, sequential=True),
         case("experts", "1-2-2", 1, ep=2, etp=2),
         case("dense", "2-2-1", 1, bucket_bytes=1 << 10),  # parameters larger than a bucket travel in parts

@@ -63,11 +63,20 @@ class WholeTensors:
             "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
             "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
             "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+            "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+            "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+            "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
             "mlp.router.weight": "mlp.gate.weight",
+            "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
             "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
         }
+        if shape.latent is not None:
+            renamed["self_attention.q_layernorm.weight"] = "self_attn.q_a_layernorm.weight"
         if rest in renamed:
             return self.layer(layer, renamed[rest])
+        for ours, theirs in (("linear_q_up_proj", "q_b_proj"), ("linear_kv_up_proj", "kv_b_proj")):
+            if rest == f"self_attention.{ours}.weight":  # row blocks of the heads
+                return self.layer(layer, f"self_attn.{theirs}.weight").chunk(size)[place]
         if rest.startswith("self_attention.linear_qkv."):
             return self.fused_qkv(layer, shape, rest.rsplit(".", 1)[1]).chunk(size)[place]
         if rest == "self_attention.linear_proj.weight":
@@ -76,7 +85,8 @@ class WholeTensors:
             prefix = f"mlp.experts.{expert}."
             gate, up, down = (self.layer(layer, f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
             return torch.cat([gate, up]) if rest.endswith("weight1") else down
-        prefix = "mlp.shared_expert." if "shared_experts" in rest else "mlp."
+        shared = "mlp.shared_expert." if shape.latent is None else "mlp.shared_experts."
+        prefix = shared if "shared_experts" in rest else "mlp."
         gate, up, down = (self.layer(layer, f"{prefix}{part}_proj.weight") for part in ("gate", "up", "down"))
         if rest.endswith("linear_fc2.weight"):
             return down.chunk(size, dim=1)[place]

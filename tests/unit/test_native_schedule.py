@@ -114,10 +114,10 @@ def test_the_cache_grows_in_length_and_keeps_what_it_holds():
     store.write(1, torch.tensor([0, 2]), torch.tensor([4, 1]), key, value)
     store.reserve(GROWTH + 6)
     assert store.capacity == 2 * GROWTH + 6
-    assert torch.equal(store.layers[1][0, 0, :, 4], key[0])
-    assert torch.equal(store.layers[1][1, 2, :, 1], value[1])
-    assert store.layers[0].count_nonzero() == 0
-    assert store.layers[1].count_nonzero() == 32
+    assert torch.equal(store.layers[1][0][0, :, 4], key[0])
+    assert torch.equal(store.layers[1][1][2, :, 1], value[1])
+    assert [part.count_nonzero() for part in store.layers[0]] == [0, 0]
+    assert [part.count_nonzero() for part in store.layers[1]] == [16, 16]
 
 
 def test_the_cache_never_grows_over_what_was_planned():
@@ -131,14 +131,15 @@ def test_the_cache_never_grows_over_what_was_planned():
 def test_slots_are_copied_up_to_their_length():
     store = cache()
     store.reserve(5)
-    for layer in store.layers:
-        layer.copy_(torch.randn_like(layer))
-    before = [layer.clone() for layer in store.layers]
+    parts = [part for layer in store.layers for part in layer]
+    for part in parts:
+        part.copy_(torch.randn_like(part))
+    before = [part.clone() for part in parts]
     store.copy([SlotCopy(2, 0, 3)])
-    for old, new in zip(before, store.layers, strict=True):
-        assert torch.equal(new[:, 0, :, :3], old[:, 2, :, :3])
-        assert torch.equal(new[:, 0, :, 3:], old[:, 0, :, 3:])
-        assert torch.equal(new[:, 1:], old[:, 1:])
+    for old, new in zip(before, parts, strict=True):
+        assert torch.equal(new[0, :, :3], old[2, :, :3])
+        assert torch.equal(new[0, :, 3:], old[0, :, 3:])
+        assert torch.equal(new[1:], old[1:])
 
 
 def decode(token_ids: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from megappo.engines.native.pieces import (
 )
 from megappo.engines.native.ranks import DecodingRanks
 from megappo.errors import ConfigError
-from megappo.models.families.base import ModelShape, MoeShape
+from megappo.models.families.base import LatentShape, ModelShape, MoeShape
 from megappo.models.router import Routing
 
 
@@ -164,6 +164,9 @@ def test_sizes_that_cut_a_model_unevenly_are_refused_with_those_that_do_not():
     with_experts = replace(shape, moe=MoeShape(num_experts=6, top_k=2, ffn_size=5))
     with pytest.raises(ConfigError, match=r"rows, 6 experts; possible: 1, 2$"):
         check_generation_size(with_experts, 4)
+    with_latents = replace(shape, latent=LatentShape(q_rank=None, kv_rank=16, rope_head_dim=2, value_head_dim=4))
+    with pytest.raises(ConfigError, match=r"rows, 18 and 0 latent rows; possible: 1, 2$"):
+        check_generation_size(with_latents, 4)
 
 
 def test_a_module_without_weights_says_so():

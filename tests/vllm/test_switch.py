@@ -1,5 +1,6 @@
 """vLLM with the training weights: against the trainer's forward, and against a new engine with the exported weights."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.support.model_cases import YARN
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model, tiny_tokenizer
 
@@ -32,7 +34,9 @@ class Case:
 
     def make_model(self, folder: Path) -> Path:
         # Heads of 32, the smallest that vLLM attends to on a CPU; a vocabulary that has padding.
-        experts = {"moe_intermediate_size": 64} if self.family.endswith("_moe") else {}
+        experts = {"moe_intermediate_size": 64} if self.family.endswith(("_moe", "_v2", "_v3")) else {}
+        if self.family.startswith("deepseek"):
+            experts |= LATENT[self.family]
         settings = experts | VARIED_SETTINGS.get(self.family, {}) | {"tied": self.tied}
         if self.family == "phi3":
             settings["sliding_window"] = None  # with one in every layer, vLLM keeps no prefix of these lengths
@@ -45,6 +49,17 @@ class Case:
         return ("--model", model, "--export", export, *sizes, "--weights", self.weights, *seeds)
 
 
+LATENT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None,
+        "topk_method": "group_limited_greedy", "num_layers": 4,
+    },
+    "deepseek_v3": {
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 32,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 64, "mscale": 0.7},
+    },
+}  # fmt: skip
+
 CASES = {
     "tp2 to tp2": Case("llama", tied=False, tp=2, generation_tp=2),
     "tp2 to two replicas": Case("qwen2", tied=True, tp=2, generation_tp=1),
@@ -54,7 +69,20 @@ CASES = {
     "phi3 tp2 to tp2, direct": Case("phi3", tied=False, tp=2, generation_tp=2, weights="direct"),
     "tp2 to tp2, direct": Case("qwen2", tied=True, tp=2, generation_tp=2, weights="direct", seed_per_request=False),
     "ep2 to tp2, direct": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
+    "mixtral tp2 ep2 to tp2, direct": Case("mixtral", tied=False, tp=2, ep=2, generation_tp=2, weights="direct"),
+    "deepseek_v2 pp2 to tp2": Case("deepseek_v2", tied=False, tp=1, pp=2, generation_tp=2),
+    "deepseek_v3 tp2 to two replicas": Case("deepseek_v3", tied=False, tp=2, generation_tp=1),
+    "deepseek_v3 ep2 to tp2, direct": Case("deepseek_v3", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
 }
+
+
+def with_published_keys(folder: Path) -> None:
+    """Adds the keys of published DeepSeek-V3 folders that Hugging Face's class saves none of; the new engine needs them
+    (megappo's own is told)."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        (folder / "config.json").write_text(json.dumps(config))
 
 
 @dataclass(frozen=True)
@@ -82,6 +110,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
             timeout=500,
             torchrun=True,
         )
+        with_published_keys(export)
         fresh = run_ranks(
             "tests.vllm.programs.fresh", "--model", export, "--prompts", result["prompts"], nproc=1, torchrun=True
         )
@@ -125,6 +154,10 @@ def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome
         "ep2 to tp2, direct": [[0, 1]],
         "gemma2 tp2 to two replicas": [[0], [1]],
         "phi3 tp2 to tp2, direct": [[0, 1]],
+        "mixtral tp2 ep2 to tp2, direct": [[0, 1]],
+        "deepseek_v2 pp2 to tp2": [[0, 1]],
+        "deepseek_v3 tp2 to two replicas": [[0], [1]],
+        "deepseek_v3 ep2 to tp2, direct": [[0, 1]],
     }
 
 

@@ -100,7 +100,7 @@ class Switch:
                 pairs = _paired(destination.view(transfer), views)
                 self._copies += [(transfer, target, source) for target, source in pairs]
         self._copied_bytes = sum(target.nbytes for _, target, _ in self._copies)
-        self._aliased_bytes = sum(transfer.num_elements for transfer, _ in self._aliases) * planner.element_bytes
+        self._aliased_bytes = sum(view.nbytes for _, views in self._aliases for view in views)
         sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
         self._buckets = bucketed(planner.buckets.count, receives, sends)
         sizes = [bucket.staging_bytes for bucket in self._buckets] + [0]

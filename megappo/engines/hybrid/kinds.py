@@ -125,6 +125,7 @@ def _normal(rule: Rule) -> tuple[Rule, int | None]:
         is_vocabulary=rule.is_vocabulary,
         experts=rule.experts,
         is_optional=rule.is_optional,
+        is_float32=rule.is_float32,
     )
     return normal, layer
 

@@ -80,17 +80,16 @@ def bucketed(
 
 
 def _messages(peer: int, several: Iterable[tuple[Transfer, Views]]) -> list[Message]:
-    """Large parts by themselves, the others together. Both ranks cut alike: sizes decide, not where memory lies."""
+    """Large parts by themselves, the others of a type together. Both ranks cut alike, by size."""
     messages: list[Message] = []
-    small: list[tuple[Tensor, Transfer]] = []
+    small: dict[torch.dtype, list[tuple[Tensor, Transfer]]] = {}
     for transfer, views in several:
         if sum(view.nbytes for view in views) >= DIRECT_BYTES:
             messages.append(Message(peer, views, (transfer,) * len(views)))
         else:
-            small += [(view, transfer) for view in views]
-    if small:
-        tensors, transfers = zip(*small, strict=True)
-        assert len({tensor.dtype for tensor in tensors}) == 1, "weights of several types do not share a message"
+            small.setdefault(views[0].dtype, []).extend((view, transfer) for view in views)
+    for of_type in small.values():
+        tensors, transfers = zip(*of_type, strict=True)
         messages.append(Message(peer, tensors, transfers))
     return messages
 

@@ -32,10 +32,14 @@ class _Piece:
 
 
 class PieceDestination:
-    """Collects the pieces of one switch; received ones get memory of their own when their place is asked for."""
+    """Collects the pieces of one switch; received ones get memory of their own when their place is asked for.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    `float32` are the kinds that have this type whatever `dtype` the others are of.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, float32: frozenset[str] = frozenset()) -> None:
         self._dtype = dtype
+        self._float32 = float32
         self._device = device
         self._pieces: dict[tuple[str, int | None], list[_Piece]] = {}
         self.received_bytes = 0
@@ -56,7 +60,8 @@ class PieceDestination:
             shape = (rows, width) if transfer.axis == 0 else (width, rows)
         if transfer.experts is not None:
             shape = (transfer.experts.count, *shape)
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = torch.float32 if transfer.target in self._float32 else self._dtype
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self.received_bytes += tensor.nbytes
         self._keep(transfer, tensor, 0)
         return tensor
@@ -115,6 +120,7 @@ class HybridTransfer:
         self._weights = weights
         self._dtype = next(model.parameters()).dtype
         self._weight_map = weight_map
+        self._float32 = frozenset(kind.name for kind in kinds.kinds if kind.rule.is_float32)
         self.moved = Moved()
         """Of the last run."""
         self._switch: Switch | None = None
@@ -160,7 +166,7 @@ class HybridTransfer:
         )
 
     def _moved(self) -> Moved:
-        destination = PieceDestination(self._dtype, self._mesh.device)
+        destination = PieceDestination(self._dtype, self._mesh.device, self._float32)
         self._sources.refresh()
         self._switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
         moved = self._sources.with_copies_counted(self._switch.run(), self._planner, self._mesh.rank)

@@ -27,15 +27,16 @@ from megappo.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class _Entry:
-    """A parameter as the ranks that lack it see it: the tensors it makes, whether experts share it, its class."""
+    """A parameter as the ranks that lack it see it: the tensors it makes, whether experts share it, class and type."""
 
     sources: tuple[str, ...]
     is_expert: bool
     weight_class: WeightClass
+    dtype: torch.dtype
 
 
 def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model under its Hugging Face name, a new one each, on `mesh.device` and in the model's dtype.
+    """Every tensor of the model under its Hugging Face name, a new one each, on `mesh.device`, of its parameter's type.
 
     `model` is this rank's stage of a language model, whose adapters are merged into the tensors. Collective: every rank
     of the world takes all tensors. What was sent and received is added to `moved`, and the most bytes of these tensors
@@ -43,7 +44,7 @@ def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> I
     """
     weight_map = spec.family.weight_map(spec.shape, "lm")
     stage = [parameter for parameter in stage_parameters(model, weight_map) if not parameter.rule.is_copy]
-    stream = _Stream(weight_map, mesh, next(model.parameters()).dtype, moved, Merge(model))
+    stream = _Stream(weight_map, mesh, moved, Merge(model))
     by_stage = gather_objects(gather_objects([_entry(parameter) for parameter in stage], mesh.ep_group), mesh.pp_group)
     for number, by_ep_rank in enumerate(by_stage):
         for place, entry in enumerate(by_ep_rank[0]):
@@ -56,16 +57,17 @@ def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> I
 
 
 def _entry(parameter: StageParameter) -> _Entry:
-    return _Entry(parameter.rule.sources, parameter.expert is not None, parameter.rule.weight_class)
+    return _Entry(
+        parameter.rule.sources, parameter.expert is not None, parameter.rule.weight_class, parameter.tensor.dtype
+    )
 
 
 class _Stream:
     """Makes the tensors of one parameter on all ranks; `own` is the parameter on the stage that holds it."""
 
-    def __init__(self, weight_map: WeightMap, mesh: Mesh, dtype: torch.dtype, moved: Moved, merge: Merge) -> None:
+    def __init__(self, weight_map: WeightMap, mesh: Mesh, moved: Moved, merge: Merge) -> None:
         self._weight_map = weight_map
         self._mesh = mesh
-        self._dtype = dtype
         self._moved = moved
         self._merge = merge
         self._alive: list[tuple[StorageWeakRef, int]] = []
@@ -90,7 +92,7 @@ class _Stream:
 
     def _empty(self, entry: _Entry) -> dict[str, Tensor]:
         tensors = {
-            name: torch.empty(self._weight_map.tensors[name], dtype=self._dtype, device=self._mesh.device)
+            name: torch.empty(self._weight_map.tensors[name], dtype=entry.dtype, device=self._mesh.device)
             for name in entry.sources
         }
         self._watch(list(tensors.values()))

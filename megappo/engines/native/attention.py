@@ -29,7 +29,8 @@ class CachedAttention(nn.Module):
     """Causal attention of a step's tokens to the cached positions of their own sequences.
 
     Called like Megatron's core attention: query [T, 1, heads, head_dim], key and value [T, 1, kv heads, head_dim]
-    (this rank's heads, RoPE applied) → [T, 1, heads · head_dim]. Rows of padding are 0.
+    (this rank's heads, RoPE applied) → [T, 1, heads · head_dim]. Rows of padding are 0. Values, and with them the
+    result, may have another width than keys (latent attention).
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class CachedAttention(nn.Module):
         if tokens.prefill is not None:
             parts.append(self._prefill(query[num_decoding:num_tokens, 0], tokens.prefill))
         if len(query) > num_tokens:
-            parts.append(query.new_zeros(len(query) - num_tokens, *query.shape[2:]))
+            parts.append(query.new_zeros(len(query) - num_tokens, query.shape[2], value.shape[3]))
         return torch.cat(parts).flatten(1)[:, None]
 
     def _decode(self, query: Tensor, tokens: StepTokens) -> Tensor:
         """One token of each of the first slots: [n, heads, head_dim] → the same."""
-        key, value = self._cache.layers[self._layer][:, : tokens.num_decoding, :, : tokens.longest_decoding]
+        key, value = (
+            part[: tokens.num_decoding, :, : tokens.longest_decoding] for part in self._cache.layers[self._layer]
+        )
         # The query heads that share a KV head take the place of the query positions: nothing is repeated.
         grouped = query.unflatten(1, (key.shape[1], -1))
         mixed = self._mix(grouped, key, value, self._in_window(tokens))

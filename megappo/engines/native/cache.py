@@ -21,23 +21,28 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     max_length: int
+    value_head_dim: int | None = None
+    """Where values are not as wide as keys."""
 
 
 class KVCache:
-    """Keys and values of this rank's layers and heads: `layers[i]` is [2, slots, kv heads, positions, head_dim].
+    """Keys and values of this rank's layers and heads: `layers[i]` has each, [slots, kv heads, positions, head_dim].
 
     Memory starts at zero, so that a position that was never written is finite: attention masks it, and 0 · NaN is NaN.
     """
 
     def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
-        empty = torch.zeros(2, shape.num_slots, shape.num_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
-        self.layers: list[Tensor] = [empty] * shape.num_layers
+        widths = (shape.head_dim, shape.value_head_dim or shape.head_dim)
+        key, value = (
+            torch.zeros(shape.num_slots, shape.num_kv_heads, 0, width, dtype=dtype, device=device) for width in widths
+        )
+        self.layers: list[tuple[Tensor, Tensor]] = [(key, value)] * shape.num_layers
 
     @property
     def capacity(self) -> int:
         """Positions that each slot has now."""
-        return self.layers[0].shape[3] if self.layers else self._shape.max_length
+        return self.layers[0][0].shape[2] if self.layers else self._shape.max_length
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` positions in every slot, layer by layer, so that one layer at most exists twice."""
@@ -46,10 +51,8 @@ class KVCache:
         if length <= old:
             return
         new = min(self._shape.max_length, max(length + GROWTH, old + old // 2))
-        for number, layer in enumerate(self.layers):
-            larger = layer.new_zeros((*layer.shape[:3], new, layer.shape[4]))
-            larger[:, :, :, :old] = layer
-            self.layers[number] = larger
+        for number, (key, value) in enumerate(self.layers):
+            self.layers[number] = (_lengthened(key, new), _lengthened(value, new))
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores `key` and `value` [tokens, kv heads, head_dim] of one layer at (slot, position) of each token."""
@@ -65,6 +68,14 @@ class KVCache:
         destinations = [copy.destination for copy in copies]
         assert not set(sources) & set(destinations), "a slot is copied from and to at once"
         # Made once: as lists they would be sent to the device again for every layer.
-        table = torch.tensor([sources, destinations], device=self.layers[0].device)
+        table = torch.tensor([sources, destinations], device=self.layers[0][0].device)
         for layer in self.layers:
-            layer[:, table[1], :, :length] = layer[:, table[0], :, :length]
+            for part in layer:
+                part[table[1], :, :length] = part[table[0], :, :length]
+
+
+def _lengthened(part: Tensor, length: int) -> Tensor:
+    """Keys or values with room for `length` positions."""
+    larger = part.new_zeros((*part.shape[:2], length, part.shape[3]))
+    larger[:, :, : part.shape[2]] = part
+    return larger

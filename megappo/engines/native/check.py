@@ -15,7 +15,6 @@ def check_model(config: TransformerConfig) -> None:
         % (config.expert_tensor_parallel_size or 1)
         > 0,
         "sliding-window attention": config.window_size is not None,
-        "multi-latent attention": config.multi_latent_attention,
     }
     for name, is_used in unsupported.items():
         if is_used:
@@ -27,17 +26,21 @@ def check_generation_size(shape: ModelShape, tp: int) -> None:
     """ConfigError, with the sizes that would do, where `tp` ranks can't share the heads, rows and experts evenly."""
     if _fits(shape, tp):
         return
-    experts = "" if shape.moe is None else f", {shape.moe.num_experts} experts"
+    others = "" if shape.moe is None else f", {shape.moe.num_experts} experts"
+    if shape.latent is not None:
+        others += f", {shape.latent.kv_rank + shape.latent.rope_head_dim} and {shape.latent.q_rank or 0} latent rows"
     possible = ", ".join(str(size) for size in range(1, shape.num_heads + 1) if _fits(shape, size))
     raise ConfigError(
         f"rollout.tensor_model_parallel_size: {tp} does not divide this model's {shape.num_heads} attention heads, "
-        f"{shape.num_kv_heads} KV heads (or is no multiple of them), {shape.ffn_size} feed-forward rows{experts}; "
+        f"{shape.num_kv_heads} KV heads (or is no multiple of them), {shape.ffn_size} feed-forward rows{others}; "
         f"possible: {possible}"
     )
 
 
 def _fits(shape: ModelShape, tp: int) -> bool:
     rows = [shape.num_heads, shape.ffn_size]
+    if shape.latent is not None:  # Megatron builds the down projections cut, before they are exchanged
+        rows += [shape.latent.kv_rank + shape.latent.rope_head_dim, shape.latent.q_rank or 0]
     if shape.moe is not None:
         rows += [shape.moe.num_experts, shape.moe.shared_ffn_size]
     kv_heads_fit = shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0

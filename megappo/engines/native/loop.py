@@ -111,13 +111,14 @@ class DecodingLoop:
 
     def _cache(self, num_requests: int, max_length: int) -> KVCache:
         layers = [layer for chunk in chunks_of(self.model) for layer in chunk.decoder.layers]
-        attention = layers[0].self_attention
+        attention, latent = layers[0].self_attention, self.shape.latent
         shape = CacheShape(
             num_layers=len(layers),
             num_slots=min(self.max_num_seqs, num_requests),
             num_kv_heads=attention.num_query_groups_per_partition,
-            head_dim=attention.hidden_size_per_attention_head,
+            head_dim=attention.hidden_size_per_attention_head if latent is None else self.shape.head_dim,
             max_length=max_length,
+            value_head_dim=None if latent is None else latent.value_head_dim,
         )
         return KVCache(shape, self.model.config.params_dtype, self.ranks.device)
 

@@ -1,14 +1,19 @@
-"""Megatron's self-attention, for generation groups of more ranks than the model has KV heads."""
+"""Megatron's self-attention in generation layouts: for groups of more ranks than the model has KV heads, and latent
+attention."""
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from torch import Tensor
 
+from megappo.engines.native.pieces import WholePieces
 from megappo.engines.native.ranks import DecodingRanks
 
 
@@ -50,3 +55,18 @@ class PieceAttention(SelfAttention):
         shards = [torch.empty_like(rows) for _ in range(self.ranks.tp_group.size())]
         dist.all_gather(shards, rows.contiguous(), group=self.ranks.tp_group)
         return torch.cat([shards[index] for index in self.ranks.tp_order], dim=-1)
+
+
+class PieceLatentAttention(MLASelfAttention):
+    """Latent attention whose down projections every rank computes whole, as in training; the others are cut by heads.
+
+    Megatron builds them of its own classes alone (0.16.1), which are exchanged afterwards.
+    """
+
+    def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, *arguments: Any, **options: Any) -> None:
+        own = ColumnParallelLinear
+        submodules = replace(submodules, linear_q_down_proj=own, linear_kv_down_proj=own)
+        super().__init__(config, submodules, *arguments, **options)
+        self.linear_kv_down_proj = WholePieces()
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholePieces()

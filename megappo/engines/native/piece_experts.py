@@ -43,7 +43,7 @@ class RouterPieces(PieceModule):
         """[tokens, H] → (weights [tokens, top_k] float32, expert numbers [tokens, top_k])."""
         logits = F.linear(hidden.float(), self.whole("weight").float())
         scores = expert_scores(self._moe, logits)
-        experts = best_experts(self._moe, scores)
+        experts = best_experts(self._moe, scores, self.whole("expert_bias") if self._moe.has_bias else None)
         if self._routing.recorder is not None:
             self._routing.recorder(self._place, experts)
         return expert_weights(self._moe, scores, experts), experts

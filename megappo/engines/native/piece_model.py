@@ -11,12 +11,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megappo.engines.hybrid.weights import GenerationWeights
-from megappo.engines.native.piece_attention import PieceAttention
+from megappo.engines.native.piece_attention import PieceAttention, PieceLatentAttention
 from megappo.engines.native.piece_experts import ExpertsPieces
 from megappo.engines.native.pieces import (
     ColumnPieces,
@@ -83,8 +84,23 @@ def build_piece_model(
 
 
 def _block(shape: ModelShape) -> TransformerBlockSubmodules:
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=NormPieces,
+            self_attention=_grouped_attention(shape) if shape.latent is None else _latent_attention(),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=NormPieces,
+            mlp=MLPPieces,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * shape.num_layers, layer_norm=NormPieces)
+
+
+def _grouped_attention(shape: ModelShape) -> ModuleSpec:
     norm = NormPieces if shape.qk_norm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=PieceAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -95,15 +111,19 @@ def _block(shape: ModelShape) -> TransformerBlockSubmodules:
             k_layernorm=norm,
         ),
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=NormPieces,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=NormPieces,
-            mlp=MLPPieces,
-            mlp_bda=get_bias_dropout_add,
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=PieceLatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnPieces,
+            linear_q_up_proj=ColumnPieces,
+            linear_kv_up_proj=ColumnPieces,
+            core_attention=CoreAttention,
+            linear_proj=RowPieces,
+            q_layernorm=NormPieces,
+            kv_layernorm=NormPieces,
         ),
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * shape.num_layers, layer_norm=NormPieces)

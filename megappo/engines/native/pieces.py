@@ -90,6 +90,13 @@ class ColumnPieces(PieceModule):
         return output, None
 
 
+class WholePieces(PieceModule):
+    """Not cut: [..., in] → [..., out] on every rank; no bias."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return F.linear(hidden, self.whole("weight")), None
+
+
 class RowPieces(PieceModule):
     """Row-parallel: this rank's columns [..., in / tp] → the sum over all ranks, [..., out]; no bias."""
 

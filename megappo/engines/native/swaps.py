@@ -22,19 +22,27 @@ from megappo.models.variants import logit_softcap
 
 
 class PositionRows(nn.Module):
-    """RoPE angles of the step's tokens, [T, 1, 1, rotary dim], in the place of a table by position in the batch."""
+    """RoPE angles of the step's tokens, [T, 1, 1, rotary dim], in the place of a table by position in the batch.
+
+    With YaRN there is a number beside, which the turned parts of queries and keys are multiplied with.
+    """
 
     def __init__(self, rotary: nn.Module, max_length: int, step: CurrentStep) -> None:
         super().__init__()
-        self._table: Tensor = rotary.get_emb(max_length)  # type: ignore[operator]
+        table: Tensor | tuple[Tensor, float] = rotary.get_emb(max_length)  # type: ignore[operator]
+        self._scale: float | None = None
+        if isinstance(table, tuple):
+            table, self._scale = table
+        self._table = table
         self._step = step
 
     def get_rotary_seq_len(self, *_: object, **__: object) -> int:
-        """Asked by GPTModel, which hands the answer to `forward`."""
+        """Asked by GPTModel, or by latent attention, which hand the answer to `forward`."""
         return len(self._step.tokens.positions)
 
-    def forward(self, length: int, **_: object) -> Tensor:
-        return self._table[self._step.tokens.positions]
+    def forward(self, length: int, **_: object) -> Tensor | tuple[Tensor, float]:
+        rows = self._table[self._step.tokens.positions]
+        return rows if self._scale is None else (rows, self._scale)
 
 
 class LogitRows(nn.Module):
@@ -89,7 +97,9 @@ def _cached_attention(layer: nn.Module, number: int, cache: KVCache, step: Curre
     core = attention.core_attention
     # Transformer Engine's attention has neither; models that need them have megappo's.
     window, softcap = getattr(core, "window", None), getattr(core, "softcap", None)
-    return CachedAttention(number, cache, step, attention.config.softmax_scale, window, softcap)
+    config = attention.config
+    scale = attention.softmax_scale if config.multi_latent_attention else config.softmax_scale
+    return CachedAttention(number, cache, step, scale, window, softcap)
 
 
 def _swaps(
@@ -102,8 +112,12 @@ def _swaps(
         (layer.self_attention, "core_attention", _cached_attention(layer, number, cache, step))
         for number, layer in enumerate(layers)
     ]
+    # With latent attention, each layer has a table of its own instead of one in the model; all are alike.
+    attentions = [layer.self_attention for layer in layers]
+    owners = attentions if model.config.multi_latent_attention else chunks
+    rows = PositionRows(owners[0].rotary_pos_emb, max_length, step)
+    swaps += [(owner, "rotary_pos_emb", rows) for owner in owners]
     for chunk in chunks:
-        swaps.append((chunk, "rotary_pos_emb", PositionRows(chunk.rotary_pos_emb, max_length, step)))
         if chunk.post_process:
             swaps.append((chunk, "output_layer", LogitRows(chunk.output_layer, logit_softcap(chunk), step)))
     return swaps

@@ -10,7 +10,7 @@ from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.plan import Transfer
 
 # vLLM 0.32 keeps the experts one module deeper than 0.20 did.
-_DEEPER = (".mlp.experts.", ".mlp.experts.routed_experts.")
+_DEEPER = (".experts.w", ".experts.routed_experts.w")
 
 
 class VLLMDestination:

@@ -23,6 +23,8 @@ from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.rollout import WorstTensor
 from megappo.engines.vllm.destination import VLLMDestination
+from megappo.engines.vllm.environment import has_latent_kernels
+from megappo.engines.vllm.latent import absorb_up_projections
 from megappo.engines.vllm.patches import replaced
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.engines.vllm.transfer import SleepLevel
@@ -57,7 +59,9 @@ class DirectTransfer:
         self._mesh = mesh
         self._sources = TrainingShards(stage, weight_map)
         self._sources.refresh()  # merged copies are made here: what is made while vLLM starts is freed when it sleeps
-        self._targets = VLLMTargets(kinds, spec.shape, grid, expert_parallel=expert_parallel)
+        self._targets = VLLMTargets(
+            kinds, spec.shape, grid, expert_parallel=expert_parallel, latent_kernels=has_latent_kernels()
+        )
         self._switch: Switch | None = None
         self.planner = Planner(
             kinds,
@@ -89,7 +93,9 @@ class DirectTransfer:
         if self._switch is None:
             self._switch = self._made(vllm_model)
         self._sources.refresh()
-        return self._sources.with_copies_counted(self._switch.run(), self.planner, self._mesh.rank)
+        moved = self._switch.run()
+        moved.copied += absorb_up_projections(vllm_model)
+        return self._sources.with_copies_counted(moved, self.planner, self._mesh.rank)
 
     @contextmanager
     def starting(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ _VARIABLES_ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",  # 0.32.0 would compile for 22 s at the first generation
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks share the cores; torchrun says how many threads each has
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MLA_DISABLE": "1",  # 0.32.0's kernels for latents have one size of them, and pack weights
 }
 
 
@@ -35,6 +36,11 @@ def prepare_environment() -> None:
         )
     for name, value in (_VARIABLES | (_VARIABLES_ON_CPU if runtime.on_cpu else {})).items():
         os.environ.setdefault(name, value)
+
+
+def has_latent_kernels() -> bool:
+    """Whether vLLM runs latent attention in kernels of its own; after `prepare_environment`."""
+    return os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
 
 
 @contextmanager

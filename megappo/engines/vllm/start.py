@@ -12,7 +12,7 @@ from torch import nn
 
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
-from megappo.engines.vllm.environment import prepare_environment
+from megappo.engines.vllm.environment import has_latent_kernels, prepare_environment
 from megappo.engines.vllm.patches import starting
 from megappo.engines.vllm.transfer import register_loader
 from megappo.errors import ConfigError
@@ -27,6 +27,10 @@ WITHOUT_LAYERS = ("glm",)
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes that vLLM's attention on CPUs has kernels for (0.32.0)."""
 
+LATENT_ON_CPU: dict[str, Any] = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+"""The kernel for RoPE on a CPU takes the part of a head that carries positions for whole heads (0.32.0): log-probs were
+3.5 off. Without it vLLM computes RoPE in torch."""
+
 
 def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> None:
     """ConfigError for what vLLM can't do here, with what can be done instead."""
@@ -37,6 +41,13 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
             f"rollout.max_model_len: {max_model_len} tokens are more than the {shape.max_positions} positions of "
             f"{spec.folder}; shorten data.max_prompt_length or data.max_response_length"
         )
+    yarn = None if shape.latent is None else shape.latent.yarn
+    if yarn is not None and max_model_len > yarn.factor * yarn.original_max_positions:
+        raise ConfigError(
+            f"rollout.max_model_len: {max_model_len} tokens are more than vLLM's RoPE table has positions, "
+            f"{yarn.factor:g} times original_max_position_embeddings {yarn.original_max_positions} in {spec.folder}; "
+            "shorten data.max_prompt_length or data.max_response_length, or set rollout.engine to native"
+        )
     if spec.family.model_type in WITHOUT_LAYERS:
         raise ConfigError(
             f"rollout.engine: vllm has no layers of its own for model_type {spec.family.model_type!r} ({spec.folder}), "
@@ -44,6 +55,11 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
         )
     if not runtime.on_cpu:
         return
+    if shape.latent is not None and has_latent_kernels():
+        raise ConfigError(
+            "rollout.engine: vllm has kernels on a CPU for latent attention of one size alone, and keeps their weights "
+            "packed; leave VLLM_MLA_DISABLE unset, or set it to 1"
+        )
     if config.enable_expert_parallel:
         raise ConfigError(
             "rollout.enable_expert_parallel: true ends the process in vLLM on a CPU; set it to false or leave it out"
@@ -83,6 +99,7 @@ def start_engine(
             skip_tokenizer_init=not (config.stop or config.multi_turn.enable),
             load_format=LOAD_FORMAT,
             generation_config="vllm",  # not the sampling defaults of the model's folder
+            hf_overrides=config_overrides(spec),
             dtype=dtype,
             quantization=config.quantization,
             seed=seed,
@@ -101,11 +118,29 @@ def start_engine(
             async_scheduling=False if grid.tp > 1 else None,
             # Other backends (FlashInfer) swap or repack the experts' matrices, which then could not be written in place
             **({"moe_backend": "triton"} if spec.shape.moe is not None and not runtime.on_cpu else {}),
+            **(LATENT_ON_CPU if spec.shape.latent is not None and runtime.on_cpu else {}),
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
         )
     _forget_shared_memory(token)
     return llm
+
+
+def config_overrides(spec: ModelSpec) -> dict[str, Any]:
+    """Keys for `config.json`. Hugging Face's classes of DeepSeek imply how a router chooses, and save no key of it;
+    where one is missing, vLLM takes another way without a word (0.32.0)."""
+    shape = spec.shape
+    if shape.latent is None or shape.moe is None:
+        return {}
+    moe = shape.moe
+    method = "group_limited_greedy" if moe.num_groups > 1 else "greedy"
+    return {
+        "scoring_func": moe.score,
+        "topk_method": "noaux_tc" if moe.has_bias else method,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+    }
 
 
 def _forget_shared_memory(token: str) -> None:

@@ -2,6 +2,7 @@
 
 Seen with vLLM 0.20 to 0.32: q, k and v are fused as three blocks of rows (KV heads fewer than ranks are held several
 times), gate and up as two; the experts of a layer are `w13_weight` [experts, 2 F, H] and `w2_weight` [experts, H, F].
+Of latent attention (DeepSeek) the two down projections are one parameter, which every rank holds whole.
 """
 
 from collections.abc import Sequence
@@ -15,26 +16,48 @@ from megappo.models.weight_map import EXPERT, Segment
 _RENAMED = (
     (f"experts.{EXPERT}.gate_proj.weight", "experts.w13_weight"),
     (f"experts.{EXPERT}.down_proj.weight", "experts.w2_weight"),
+    (f"experts.{EXPERT}.w1.weight", "experts.w13_weight"),
+    (f"experts.{EXPERT}.w2.weight", "experts.w2_weight"),
     (".gate_proj.", ".gate_up_proj."),
     (".q_proj.", ".qkv_proj."),
 )
+_QUERY_DOWN, _KEY_VALUE_DOWN, _FUSED_DOWN = ".q_a_proj.", ".kv_a_proj_with_mqa.", ".fused_qkv_a_proj."
 
 
 class VLLMTargets:
-    """The parameters of vLLM ranks laid over `grid`; with `expert_parallel` each rank holds whole experts."""
+    """The parameters of vLLM ranks laid over `grid`; with `expert_parallel` each rank holds whole experts.
 
-    def __init__(self, kinds: Kinds, shape: ModelShape, grid: GenerationGrid, *, expert_parallel: bool) -> None:
+    `latent_kernels`: latent attention runs in vLLM's kernels for it, which want the down projections fused; else it is
+    spelled out, in Hugging Face's parameters.
+    """
+
+    def __init__(
+        self,
+        kinds: Kinds,
+        shape: ModelShape,
+        grid: GenerationGrid,
+        *,
+        expert_parallel: bool,
+        latent_kernels: bool = True,
+    ) -> None:
         self._kinds = kinds
         self._shape = shape
         self._grid = grid
         self._expert_parallel = expert_parallel
+        latent = shape.latent
+        self._fuses_down = latent is not None and latent.q_rank is not None and latent_kernels
         self._cache: dict[int, tuple[Target, ...]] = {}
 
     def of(self, rank: int) -> Sequence[Target]:
         place = self._grid.tp_rank(rank)
         if place not in self._cache:
-            self._cache[place] = tuple(self._made(kind, place) for kind in self._kinds.kinds)
+            kinds = [kind for kind in self._kinds.kinds if not self._is_fused_behind(kind)]
+            self._cache[place] = tuple(self._made(kind, place) for kind in kinds)
         return self._cache[place]
+
+    def _is_fused_behind(self, kind: Kind) -> bool:
+        """Whether the kind's rows are part of the query's fused down projection."""
+        return self._fuses_down and _KEY_VALUE_DOWN in kind.rule.sources[0]
 
     def _made(self, kind: Kind, place: int) -> Target:
         rule, size, experts = kind.rule, self._grid.tp, None
@@ -44,10 +67,12 @@ class VLLMTargets:
             if self._expert_parallel:
                 experts = linear_experts(rule.experts, size, place)
                 segments = shard_segments(rule, 1, 0)
-        elif ".q_proj." in rule.sources[0] or ".qkv_proj." in rule.sources[0]:
+        elif self._shape.latent is None and (".q_proj." in rule.sources[0] or ".qkv_proj." in rule.sources[0]):
             segments = self._qkv(kind, place)
+        elif self._fuses_down and _QUERY_DOWN in rule.sources[0]:
+            segments += self._key_value_down(rule.sources[0])
         return Target(
-            name=vllm_name(kind),
+            name=self._name(kind),
             layers=kind.layers,
             axis=kind.axis,
             width=kind.width,
@@ -55,6 +80,19 @@ class VLLMTargets:
             segments=segments,
             experts=experts,
         )
+
+    def _name(self, kind: Kind) -> str:
+        source = kind.rule.sources[0]
+        if self._fuses_down and _QUERY_DOWN in source:
+            return source.replace(_QUERY_DOWN, _FUSED_DOWN)
+        # Latent attention has queries apart from keys and values, under Hugging Face's name.
+        return source if self._shape.latent is not None and ".self_attn." in source else vllm_name(kind)
+
+    def _key_value_down(self, query_down: str) -> tuple[Segment, ...]:
+        latent = self._shape.latent
+        assert latent is not None, "only latent attention has down projections"
+        source = query_down.replace(_QUERY_DOWN, _KEY_VALUE_DOWN)
+        return (Segment(source, 0, latent.kv_rank + latent.rope_head_dim),)
 
     def _qkv(self, kind: Kind, place: int) -> tuple[Segment, ...]:
         """The rank's q rows, its k rows, its v rows."""

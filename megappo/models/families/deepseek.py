@@ -192,5 +192,6 @@ def _mlp(shape: ModelShape, layer: int) -> LayerPart:
     if moe.has_bias:
         source = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         bias = whole(f"decoder.layers.{layer}.mlp.router.expert_bias", source=source, length=moe.num_experts)
+        bias = replace(bias, is_float32=True)
         part += LayerPart({source: (moe.num_experts,)}, (bias,))
     return part + shared_expert(shape, layer, "shared_experts") if moe.shared_ffn_size else part

@@ -29,6 +29,7 @@ from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from tests.support.tiny_models import VARIED_SETTINGS
 
 CHI_SQUARE_DRAWS = 4000
+EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ def weights_in_place(on: Setup) -> dict[str, Any]:
 
 def run(folder: Path, mesh: Mesh) -> dict[str, Any]:
     results: dict[str, Any] = {"families": {}}
-    for name in ("llama", "qwen2", "qwen3", *VARIED_SETTINGS, "odd", "qwen2_moe", "qwen3_moe"):
+    for name in ("llama", "qwen2", "qwen3", *VARIED_SETTINGS, "odd", *EXPERTS):
         results["families"][name] = family_results(setup(folder / name, mesh))
     odd = setup(folder / "odd", mesh)
     sampling = SamplingParams(temperature=50.0, max_tokens=40, ignore_eos=True)

@@ -38,6 +38,8 @@ MODELS = (
     "qwen2_moe",
     "qwen3_moe",
     "mixtral",
+    "deepseek_v2",
+    "deepseek_v3",
     "phi3",
     "glm4",
     "gemma2",
@@ -60,11 +62,11 @@ class Case:
 CASES = {
     "tp2 dp2": Case(LayoutConfig(tp=2), (1, 2, 4), ("qwen2", "odd")),
     "tp4 sp": Case(LayoutConfig(tp=4, sequence_parallel=True), (1, 2, 4), ("llama", "odd")),
-    "tp2 pp2": Case(LayoutConfig(tp=2, pp=2), (1, 2, 4), ("odd", "qwen3", "gemma3_text")),
+    "tp2 pp2": Case(LayoutConfig(tp=2, pp=2), (1, 2, 4), ("odd", "qwen3", "gemma3_text", "deepseek_v2")),
     "dp4": Case(LayoutConfig(), (2, 4), ("qwen3", "phi3")),
     "pp2 dp2": Case(LayoutConfig(pp=2), (1, 2, 4), ("llama", "qwen2_moe", "qwen3_moe")),
     "dp4 ep2": Case(LayoutConfig(ep=2), (1, 2, 4), ("qwen3_moe", "mixtral")),
-    "tp2 dp2 ep2": Case(LayoutConfig(tp=2, ep=2, sequence_parallel=True), (1, 2, 4), ("qwen2_moe",)),
+    "tp2 dp2 ep2": Case(LayoutConfig(tp=2, ep=2, sequence_parallel=True), (1, 2, 4), ("qwen2_moe", "deepseek_v3")),
 }
 
 

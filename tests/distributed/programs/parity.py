@@ -3,8 +3,7 @@
 Leaves gradients, weights and metrics. A run named `…+sp-norm` drops the all-reduce of replicated norm weights under
 sequence parallelism, `…+tied-embedding` that of a tied embedding over pipeline stages, `…+expert-copies` that of
 experts over TP ranks that hold copies of them: the comparison must see all three. `…+threes` cuts three sequences where
-it is told two, which leaves an odd number of micro-batches. A run named `native…` generates
-with its own engine instead; one named `latent…` has none.
+it is told two, which leaves an odd number of micro-batches. A run named `native…` generates with its own engine.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -37,7 +36,6 @@ from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer import build as build_trainer
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
 from megappo.trainer.collect import Collector
@@ -223,10 +221,7 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
     model_paths = {"actor": Path(config.model.path), "critic": Path(config.critic.path or config.model.path)}
     with broken(kind):
-        # The native engine does not decode latent attention, and recorded rollouts need no engine.
-        without_engine = replaced(build_trainer, "rollout_worker", lambda *parts, **options: None)
-        with without_engine if folder.name.startswith("latent") else contextlib.nullcontext():
-            trainer = build_ppo(config, mesh)
+        trainer = build_ppo(config, mesh)
         if not folder.name.startswith("native"):
             trainer = with_recorded_rollouts(trainer, with_experts=config.actor.router_replay == "rollout")
         roles = {"actor": trainer.actor.engine}
