@@ -41,6 +41,7 @@ from megappo.errors import DataError
 from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
+from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
@@ -226,7 +227,11 @@ def point_to(link: Path, target: Path) -> None:
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
-    role.model.load_state_dict(loaded["model"], strict=True)
+    shards = shards_of(role.model)
+    if shards is not None:
+        shards.load(loaded["model"])
+    else:
+        role.model.load_state_dict(loaded["model"], strict=True)
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
 
@@ -240,9 +245,11 @@ def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state: dict[str, Any] = {"model": role.model.sharded_state_dict(metadata=metadata)}
+    shards = shards_of(role.model)
+    of_model = role.model.sharded_state_dict if shards is None else shards.sharded_state
+    state: dict[str, Any] = {"model": of_model(metadata=metadata)}
     if role.optimizer is not None:
-        model_state = {"model": role.model.sharded_state_dict(metadata=metadata)}
+        model_state = {"model": of_model(metadata=metadata)}
         state |= role.optimizer.sharded_state(model_state, loading=loading, metadata=metadata)
     return state
 
