@@ -17,6 +17,8 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 EXAMPLES = {int: "1", float: "1.0", bool: "true"}
 VIRTUAL_STAGES = ("vpp", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 """Keys of a layout that users of Megatron look for, and that no other key stands for."""
+FSDP_NAMES = ("strategy", "fsdp_config", "fsdp_size", "wrap_policy")
+"""Keys of a role by which verl's users ask for parameters that data-parallel ranks share."""
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -96,6 +98,11 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
     if key in VIRTUAL_STAGES:
         reason = "there are no virtual pipeline stages (Megatron's interleaved schedule)"
         return Problem(path, None, reason, "leave it out; layout.pp makes plain stages")
+    if key in FSDP_NAMES and parents[:1] in (["actor"], ["critic"], ["ref"]):
+        role = parents[0]
+        reason = f"Megatron trains here, and {role}.fsdp.enable: true has all data-parallel ranks share its parameters"
+        names = f"{role}.fsdp has reshard_after_forward and forward_prefetch too, {role}.offload moves to host memory"
+        return Problem(path, None, reason, f"set {role}.fsdp.enable; {names}")
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

@@ -73,7 +73,9 @@ class Optimizer:
         )  # fmt: skip
         if shards is not None:
             for part in self._optimizer.chained_optimizers:
-                part.grad_stats_parallel_group = shards.mesh.world_group  # a norm is summed over data-parallel parts too
+                part.grad_stats_parallel_group = (
+                    shards.mesh.world_group
+                )  # a norm is summed over data-parallel parts too
         model.config.grad_scale_func = self._optimizer.scale_loss
         self._schedule = _schedule(self._optimizer, config, total_steps)
         kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
