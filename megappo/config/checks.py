@@ -3,8 +3,7 @@
 Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
 `checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the generation layout in
 `checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, what is kept in memory in `checks_memory.py`, parameters that
-ranks share in `checks_fsdp.py`, batch sizes in
-`divisibility.py`.
+ranks share in `checks_fsdp.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems

@@ -17,7 +17,7 @@ from torch import Tensor
 from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
-from megappo.engines.offload import Kind, RoleMemory, storages_of
+from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
 from megappo.models.sharded import shards_of
@@ -73,14 +73,12 @@ class Optimizer:
         )  # fmt: skip
         if shards is not None:
             for part in self._optimizer.chained_optimizers:
-                part.grad_stats_parallel_group = (
-                    shards.mesh.world_group
-                )  # a norm is summed over data-parallel parts too
+                part.grad_stats_parallel_group = shards.mesh.world_group  # norms are summed over all parts
         model.config.grad_scale_func = self._optimizer.scale_loss
         self._schedule = _schedule(self._optimizer, config, total_steps)
         kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
         if shards is not None:
-            kept = {"grads": self._gradient_buffers, "optimizer": self._state_tensors}
+            kept: dict[Kind, Tensors] = {"grads": self._gradient_buffers, "optimizer": self._state_tensors}
             self.memory: RoleMemory = ShardedMemory(shards, kept)
             return
         self.memory = RoleMemory(

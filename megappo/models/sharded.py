@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ class Shards:
         for unit in (*model.decoder.layers, model):
             if is_trained:
                 _to_float32(unit, axes)
-            fully_shard(unit, reshard_after_forward=config.reshard_after_forward, **settings)
+            # What the whole model holds itself is used again as soon as the backward pass begins.
+            fully_shard(unit, reshard_after_forward=config.reshard_after_forward and unit is not model, **settings)
         self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
             # Losses have global denominators: gradients are summed. gloo has no operation that divides.
@@ -80,7 +82,7 @@ class Shards:
             unit.set_force_sum_reduction_for_comms(True)
         if config.forward_prefetch:
             layers: list[Any] = list(model.decoder.layers)
-            for layer, following in zip(layers, layers[1:], strict=False):
+            for layer, following in pairwise(layers):
                 layer.set_modules_to_forward_prefetch([following])
         self.parts = {name: _part(model, name, marks[name]) for name, _ in model.named_parameters()}
         model.shards = self
@@ -238,8 +240,9 @@ def _to_float32(unit: nn.Module, axes: dict[nn.Parameter, int]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or isinstance(parameter, DTensor) or parameter.dtype == torch.float32:
                 continue
-            module._parameters[name] = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-            axes[module._parameters[name]] = axes.pop(parameter)
+            wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+            axes[wide] = axes.pop(parameter)
+            module._parameters[name] = wide
 
 
 def _part(model: nn.Module, path: str, marks: dict[str, Any]) -> Part:

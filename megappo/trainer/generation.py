@@ -11,13 +11,14 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.hybrid import CHECK_LIMITS
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine
+from megappo.engines.native_rollout import NativeRolloutEngine, unwrapped
 from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
 from megappo.environments.load import load_environment
 from megappo.models.architecture import ModelSpec
 from megappo.models.routing import moe_layers
+from megappo.models.sharded import whole_parameters
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import OnSample, RolloutWorker
@@ -93,18 +94,19 @@ def rollout_engine(
         )
     from megappo.engines.native_layout import NativeLayoutEngine
 
-    return NativeLayoutEngine(
-        model,
-        spec,
-        mesh,
-        tp=config.generation_tp,
-        decode=tokenizer.decode,
-        eos_ids=tokenizer.eos_ids,
-        max_num_seqs=config.rollout.max_num_seqs,
-        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-        bucket_bytes=config.hybrid.bucket_bytes,
-        records_experts=records_experts(config),
-    )
+    with whole_parameters(unwrapped(model)):  # whose views the engine keeps, also while there is nothing in them
+        return NativeLayoutEngine(
+            model,
+            spec,
+            mesh,
+            tp=config.generation_tp,
+            decode=tokenizer.decode,
+            eos_ids=tokenizer.eos_ids,
+            max_num_seqs=config.rollout.max_num_seqs,
+            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+            bucket_bytes=config.hybrid.bucket_bytes,
+            records_experts=records_experts(config),
+        )
 
 
 def records_experts(config: ExperimentConfig) -> bool:

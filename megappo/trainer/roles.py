@@ -90,9 +90,8 @@ class RoleBuilder:
         """`setting` is the section of `lora`, for messages."""
         model = self._model(path, head, self.config.model.recompute, lora, setting)
         if config.fsdp.enable:
-            Shards(
-                model, self.mesh, config.fsdp, f"{'actor' if isinstance(config, ActorConfig) else 'critic'}.fsdp.enable"
-            )
+            role = "actor" if isinstance(config, ActorConfig) else "critic"
+            Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe

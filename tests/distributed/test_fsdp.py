@@ -115,6 +115,7 @@ def test_a_rank_holds_its_part_of_everything(runs: dict[str, Any]) -> None:
 
 def test_generation_holds_the_whole_actor(runs: dict[str, Any]) -> None:
     numel = runs["cut"]["ranks"][0]["held"]["actor"]["numel"]
+    assert all(rank["alone"] for rank in runs["cut"]["ranks"]), "data-parallel ranks generate each at its own pace"
     for line in runs["cut"]["metrics"][:3]:
         assert line["hybrid/held_asleep_bytes"] == 0
         assert line["hybrid/held_awake_bytes"] == line["hybrid/held_weights_bytes"] == 4 * numel

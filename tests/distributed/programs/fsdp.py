@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -42,6 +43,18 @@ def held(engine: ModelEngine) -> dict[str, int]:
     return found
 
 
+def runs_alone(engine: ModelEngine) -> bool:
+    """Whether a rank can run the model while it is held whole, and the others do nothing."""
+    engine.memory.hold("params")
+    tokens = torch.arange(4, 12)[None]
+    alone = True
+    if engine.mesh.dp_rank == 0:
+        with torch.no_grad():
+            alone = bool(engine.model(tokens, tokens - 4, None).isfinite().all())
+    engine.memory.let_go("params")
+    return alone
+
+
 def run_once(file: str, overrides: list[str]) -> dict[str, Any]:
     config = load_experiment(file, overrides)
     mesh = start_mesh(config.layout, seed=0, timeout=timedelta(seconds=120))
@@ -58,9 +71,9 @@ def run_once(file: str, overrides: list[str]) -> dict[str, Any]:
         for role, engine in engines.items()
         if role != "ref" and (shards_of(unwrapped(engine.model)) is not None or mesh.dp == 1)
     }
-    result = gather_objects(
-        {"trained": trained, "held": {role: held(engine) for role, engine in engines.items()}}, mesh.world_group
-    )
+    bytes_held = {role: held(engine) for role, engine in engines.items()}
+    mine = {"trained": trained, "held": bytes_held, "alone": runs_alone(engines["actor"])}
+    result = gather_objects(mine, mesh.world_group)
     trainer.collector.reward.close()  # type: ignore[union-attr]
     parallel_state.destroy_model_parallel()
     lines = (folder / "metrics.jsonl").read_text().splitlines() if mesh.is_writer else []
