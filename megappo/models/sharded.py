@@ -204,11 +204,6 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         shards.release()
 
 
-def part_bytes(numel: int, dp: int, dtype: torch.dtype, *, is_trained: bool) -> int:
-    """Bytes that a rank keeps of `numel` parameters: trained, a float32 each of weight, gradient and two moments."""
-    return numel // dp * (16 if is_trained else dtype.itemsize)
-
-
 def _axis(name: str, parameter: nn.Parameter, dp: int, setting: str) -> int:
     """The first axis that `dp` divides: parts are then alike, and a checkpoint's grid is regular.
 

@@ -20,6 +20,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.checkpoint_folder import (
@@ -226,7 +228,9 @@ def point_to(link: Path, target: Path) -> None:
 
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
-    loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
+    state = _role_state(role, loading=True)
+    check_same_optimizer(folder, state)
+    loaded = dist_checkpointing.load(state, str(folder))
     shards = shards_of(role.model)
     if shards is not None:
         shards.load(loaded["model"])
@@ -234,6 +238,18 @@ def load_role(folder: Path, role: SavedRole) -> None:
         role.model.load_state_dict(loaded["model"], strict=True)
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
+
+
+def check_same_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
+    """DataError where the checkpoint holds another kind of optimizer than the one whose sharded `state` this is."""
+    own = [each.key for each in nested_values(state.get("optimizer", {})) if isinstance(each, ShardedTensor)]
+    missing = sorted(set(own) - set(dist_checkpointing.load_tensors_metadata(str(folder))))
+    if missing:
+        raise DataError(
+            f"{folder}: its optimizer is of another kind, and has no {missing[0]}; resume with optim."
+            "use_distributed_optimizer and fsdp.enable of the run that saved it (float32 goes on from fsdp.enable true "
+            "with use_distributed_optimizer false, and the other way)"
+        )
 
 
 def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:

@@ -39,7 +39,10 @@ def crossed(folder: Path, runs: dict[str, Any]) -> dict[str, Any]:
         "cut-to-plain": f"{PLAIN},{resumed(folder, 'cut')}",
         "plain-to-cut": f"{CUT},{resumed(folder, 'plain')}",
     }
-    return run_all(folder, {2: two, 1: {"cut-to-one": f"{PLAIN},{resumed(folder, 'cut')}"}})
+    found = run_all(folder, {2: two, 1: {"cut-to-one": f"{PLAIN},{resumed(folder, 'cut')}"}})
+    with pytest.raises(AssertionError, match="its optimizer is of another kind, and has no optimizer.state.param"):
+        run_all(folder, {1: {"cut-to-distributed": resumed(folder, "cut")}})
+    return found
 
 
 def resumed(folder: Path, run: str) -> str:
