@@ -84,7 +84,10 @@ def _size_problems(path: str, folder: str, dp: int | None) -> list[Problem]:
 
 def _generation_problems(config: ExperimentConfig) -> list[Problem]:
     path = "actor.fsdp.enable"
-    if config.rollout.engine == "vllm":
-        reason = "vLLM reads shards where training keeps them, and these are cut"
-        return [Problem(path, "true", reason, "set rollout.engine to native, or cut critic and reference alone")]
+    if config.rollout.engine == "vllm" and config.hybrid.weights != "load":
+        reason = (
+            f"vLLM would compute on the actor's own memory (hybrid.weights {config.hybrid.weights}), which is given up "
+            "when training has its turn"
+        )
+        return [Problem(path, "true", reason, "set hybrid.weights to load, or cut critic and reference alone")]
     return []

@@ -37,7 +37,8 @@ def rollout_worker(
     """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage; `memory`
     is where they are."""
     environment = multi_turn_environment(config)  # before the engine: a wrong name is told at once
-    engine = rollout_engine(config, mesh, spec, tokenizer, model)
+    with whole_parameters(unwrapped(model)):  # an engine keeps views of them, also while there is nothing in them
+        engine = rollout_engine(config, mesh, spec, tokenizer, model)
     moe = spec.shape.moe if records_experts(config) else None
     return RolloutWorker(
         engine,
@@ -94,19 +95,18 @@ def rollout_engine(
         )
     from megappo.engines.native_layout import NativeLayoutEngine
 
-    with whole_parameters(unwrapped(model)):  # whose views the engine keeps, also while there is nothing in them
-        return NativeLayoutEngine(
-            model,
-            spec,
-            mesh,
-            tp=config.generation_tp,
-            decode=tokenizer.decode,
-            eos_ids=tokenizer.eos_ids,
-            max_num_seqs=config.rollout.max_num_seqs,
-            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-            bucket_bytes=config.hybrid.bucket_bytes,
-            records_experts=records_experts(config),
-        )
+    return NativeLayoutEngine(
+        model,
+        spec,
+        mesh,
+        tp=config.generation_tp,
+        decode=tokenizer.decode,
+        eos_ids=tokenizer.eos_ids,
+        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        bucket_bytes=config.hybrid.bucket_bytes,
+        records_experts=records_experts(config),
+    )
 
 
 def records_experts(config: ExperimentConfig) -> bool:

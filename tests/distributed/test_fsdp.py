@@ -13,6 +13,7 @@ from tests.support.runs import learning, write_run_experiment
 ROLES = ("actor", "critic", "ref")
 CUT = ",".join(f"{role}.fsdp.enable=true" for role in ROLES)
 PLAIN = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
+BFLOAT16 = "model.dtype=bfloat16,data.val_files=[],trainer.test_freq=0"
 STEPS = "trainer.total_steps=3,trainer.test_freq=2,trainer.save_last=false,trainer.export_hf=true"
 # Sums over ranks have another order; a tiny model's log-probs are near -5.
 METRIC_LIMIT = 1e-5
@@ -38,9 +39,13 @@ def crossed(folder: Path, runs: dict[str, Any]) -> dict[str, Any]:
         "plain": f"{PLAIN},trainer.save_freq=2",
         "cut-to-plain": f"{PLAIN},{resumed(folder, 'cut')}",
         "plain-to-cut": f"{CUT},{resumed(folder, 'plain')}",
+        "cut-to-tp2": f"{PLAIN},layout.tp=2,{resumed(folder, 'cut')}",
+        "cut-own-layout": f"{CUT},rollout.tensor_model_parallel_size=2",
+        "cut-bfloat16": f"{CUT},{BFLOAT16}",
+        "plain-bfloat16": f"{PLAIN},{BFLOAT16}",
     }
     found = run_all(folder, {2: two, 1: {"cut-to-one": f"{PLAIN},{resumed(folder, 'cut')}"}})
-    with pytest.raises(AssertionError, match="its optimizer is of another kind, and has no optimizer.state.param"):
+    with pytest.raises(AssertionError, match=r"its optimizer is of another kind, and has no optimizer\.state\.param"):
         run_all(folder, {1: {"cut-to-distributed": resumed(folder, "cut")}})
     return found
 
@@ -80,9 +85,26 @@ def test_a_run_learns_what_one_rank_learns(runs: dict[str, Any], folder: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "cut-to-plain", "plain-to-cut", "cut-to-one"])
+@pytest.mark.parametrize(
+    "name", ["plain", "cut-own-layout", "cut-to-plain", "plain-to-cut", "cut-to-one", "cut-to-tp2"]
+)
 def test_a_run_goes_on_as_one_of_another_kind(crossed: dict[str, Any], folder: Path, name: str) -> None:
-    check_same(folder, name, "one", 0 if name == "plain" else 2)
+    check_same(folder, name, "one", 2 if "-to-" in name else 0)
+
+
+@pytest.mark.slow
+def test_bfloat16_computes_with_parts_that_are_float32(crossed: dict[str, Any], folder: Path) -> None:
+    """As with DDP, whose optimizer has float32 copies: exports differ where a sum's order has turned a rounding."""
+    exported = [folder / run / "hf" / "step-000003" for run in ("cut-bfloat16", "plain-bfloat16")]
+    worst = largest_difference(*exported, origin=folder / "model")
+    assert worst.relative <= 0.02, worst
+    (first, *_), (plain, *_) = (learning(folder / run) for run in ("cut-bfloat16", "plain-bfloat16"))
+    assert first["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-3)
+    whole = crossed["plain-bfloat16"]["ranks"][0]["held"]["actor"]
+    for rank in crossed["cut-bfloat16"]["ranks"]:
+        held, numel = rank["held"]["actor"], rank["held"]["actor"]["numel"]
+        assert [held[kind] for kind in ("params", "grads", "optimizer")] == [2 * numel, 2 * numel, 4 * numel]
+        assert math.isclose(sum(whole[kind] for kind in ("params", "grads", "optimizer")), 18 * numel, rel_tol=0.02)
 
 
 def test_a_resumed_run_is_the_run_without_the_break_bit_for_bit(runs: dict[str, Any], folder: Path) -> None:
