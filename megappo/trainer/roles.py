@@ -72,7 +72,9 @@ class RoleBuilder:
         model = self._model(self.config.ref.path or self.config.model.path, "lm").requires_grad_(False)
         if self.config.ref.fsdp.enable:
             shards = Shards(model, self.mesh, self.config.ref.fsdp, "ref.fsdp.enable")
-            return ModelEngine(ShardedModel(shards), self.mesh, ShardedMemory(shards, {}))
+            shared = ShardedMemory(shards, {})
+            self._memories.append(shared)
+            return ModelEngine(ShardedModel(shards), self.mesh, shared)
         offloaded: list[Kind] = ["params"] if self.config.ref.offload.params else []
         memory = RoleMemory({"params": model.parameters}, offloaded, self.mesh.device)
         self._memories.append(memory)

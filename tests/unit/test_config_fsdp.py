@@ -25,7 +25,7 @@ def found(folder: Path, overrides: str, **model: object) -> list[str]:
         (f"{REF} layout.pp=2 actor.use_kl_loss=true", "ref.fsdp.enable: true: parameters are cut on one pipeline stage alone, and layout.pp is 2; set layout.pp to 1 (layout.tp cuts layers too), or leave it out"),
         (f"{ACTOR} model.lora.rank=8", "actor.fsdp.enable: true: frozen weights with adapters are not cut, and model.lora.rank is 8; adapters need no gradients and moments of the rest: leave it out, or set the rank to 0"),
         (f"{CRITIC} critic.offload.grads=true", "critic.fsdp.enable: true: what is cut stays on the device, and critic.offload.grads is true; leave one of them out; without cutting, set it to false, and critic.optim.use_distributed_optimizer to true"),
-        (f"{ACTOR} rollout.engine=vllm", "actor.fsdp.enable: true: vLLM reads shards where training keeps them, and these are cut; set rollout.engine to native, or cut critic and reference alone"),
+        (f"{ACTOR} rollout.engine=vllm", "actor.fsdp.enable: true: vLLM would compute on the actor's own memory (hybrid.weights auto), which is given up when training has its turn; set hybrid.weights to load, or cut critic and reference alone"),
         (f"{CRITIC} algorithm.adv_estimator=grpo rollout.n=2", "critic.fsdp.enable: true: does nothing, for this run has no critic; leave it out"),
         (REF, "ref.fsdp.enable: true: does nothing, for this run has no reference; leave it out"),
         ("actor.fsdp.forward_prefetch=true", "actor.fsdp.forward_prefetch: true: does nothing, for actor.fsdp.enable is false; set that to true, or leave this out"),
@@ -65,6 +65,7 @@ def test_names_of_verl_lead_to_the_setting(tmp_path: Path, key: str, value: str)
     [
         f"{ACTOR} {CRITIC} {REF} actor.use_kl_loss=true layout.tp=3 layout.sequence_parallel=true",
         f"{CRITIC} rollout.engine=vllm",
+        f"{ACTOR} rollout.engine=vllm hybrid.weights=load",
         f"{CRITIC} model.lora.rank=8",
         f"{ACTOR} actor.fsdp.reduce_each_micro_batch=false critic.offload.params=true",
     ],
