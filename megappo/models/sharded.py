@@ -51,7 +51,7 @@ class Shards:
     """
 
     def __init__(self, model: GPTModel, mesh: Mesh, config: RefFsdpConfig, setting: str) -> None:
-        from torch.distributed.device_mesh import DeviceMesh  # here: these take half a second to import
+        from torch.distributed.device_mesh import DeviceMesh  # here: only cut models need these
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         self.model = model
@@ -60,19 +60,19 @@ class Shards:
         self._reshards = config.reshard_after_forward
         self._is_gathered = False
         dtype = model.config.params_dtype
-        whole = dict(model.named_parameters())
-        axes = {parameter: _axis(name, parameter, mesh.dp, setting) for name, parameter in whole.items()}
-        marks = {name: vars(parameter).copy() for name, parameter in whole.items()}
-        is_trained = any(parameter.requires_grad for parameter in whole.values())
+        marks = {name: vars(parameter).copy() for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.cut_axis = _axis(name, parameter, mesh.dp, setting)
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(mesh.dp_group, mesh.device.type),
             # Inputs of layers stay as they are: RoPE's angles are float32.
             "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
-            "shard_placement_fn": lambda parameter: _placement(axes[parameter]),
+            "shard_placement_fn": lambda parameter: _placement(parameter.cut_axis),
         }
         for unit in (*model.decoder.layers, model):
             if is_trained:
-                _to_float32(unit, axes)
+                _to_float32(unit)
             # What the whole model holds itself is used again as soon as the backward pass begins.
             fully_shard(unit, reshard_after_forward=config.reshard_after_forward and unit is not model, **settings)
         self._units: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -227,7 +227,7 @@ def _placement(axis: int) -> Any:
     return Shard(axis)
 
 
-def _to_float32(unit: nn.Module, axes: dict[nn.Parameter, int]) -> None:
+def _to_float32(unit: nn.Module) -> None:
     """What an optimizer steps is float32; one unit at a time, so that no second whole model exists."""
     from torch.distributed.tensor import DTensor
 
@@ -236,7 +236,7 @@ def _to_float32(unit: nn.Module, axes: dict[nn.Parameter, int]) -> None:
             if parameter is None or isinstance(parameter, DTensor) or parameter.dtype == torch.float32:
                 continue
             wide = nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-            axes[wide] = axes.pop(parameter)
+            wide.cut_axis = parameter.cut_axis  # type: ignore[attr-defined]
             module._parameters[name] = wide
 
 
