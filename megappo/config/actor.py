@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from megappo.config.base import Section
+from megappo.config.fsdp import FsdpConfig, RefFsdpConfig
 from megappo.config.lora import LoraConfig
 from megappo.config.offload import OffloadConfig, RefOffloadConfig
 from megappo.config.optim import OptimConfig
@@ -32,6 +33,7 @@ class ActorConfig(Section):
 
     optim: OptimConfig = OptimConfig()
     offload: OffloadConfig = OffloadConfig()
+    fsdp: FsdpConfig = FsdpConfig()
     ppo_mini_batch_size: int = Field(64, ge=1)
     """Prompts of one optimizer step; times `rollout.n` gives its sequences."""
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -124,6 +126,7 @@ class CriticConfig(Section):
     """The critic's, whose value head is trained too."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     offload: OffloadConfig = OffloadConfig()
+    fsdp: FsdpConfig = FsdpConfig()
     ppo_mini_batch_size: int | None = Field(None, ge=1)
     """Prompts of one optimizer step; the actor's when null."""
     ppo_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
@@ -152,6 +155,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
     """Sequences of one forward; the actor's when null."""
     offload: RefOffloadConfig = RefOffloadConfig()
+    fsdp: RefFsdpConfig = RefFsdpConfig()
     log_prob_use_dynamic_bsz: bool | None = None
     """Micro-batches of at most so many tokens; the actor's `use_dynamic_bsz` when null."""
     log_prob_max_token_len_per_gpu: int | None = Field(None, ge=1)

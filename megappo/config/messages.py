@@ -20,6 +20,8 @@ VIRTUAL_STAGES = {
     "num_layers_per_virtual_pipeline_stage": "layers / (pp · that number)",
 }
 """verl's and Megatron's names of `layout.vpp`, and what to set it to."""
+FSDP_NAMES = ("strategy", "fsdp_config", "fsdp_size", "wrap_policy")
+"""Keys of a role by which verl's users ask for parameters that data-parallel ranks share."""
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -99,6 +101,11 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
     if key in VIRTUAL_STAGES:
         reason = "virtual pipeline stages (Megatron's interleaved schedule) are layout.vpp here, stages of each rank"
         return Problem(path, None, reason, f"set layout.vpp to {VIRTUAL_STAGES[key]}")
+    if key in FSDP_NAMES and parents[:1] in (["actor"], ["critic"], ["ref"]):
+        role = parents[0]
+        reason = f"Megatron trains here, and {role}.fsdp.enable: true has all data-parallel ranks share its parameters"
+        names = f"{role}.fsdp has reshard_after_forward and forward_prefetch too, {role}.offload moves to host memory"
+        return Problem(path, None, reason, f"set {role}.fsdp.enable; {names}")
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

@@ -71,6 +71,11 @@ class RoleMemory:
         return 0 if of_kind is None else sum(storage.nbytes() for storage in storages_of(of_kind()).values())
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of parameters that data-parallel ranks share, and that are whole here while they are held."""
+        return 0
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of what is out."""
         return sum(movable.host_bytes for movable in self._movable.values())

@@ -16,9 +16,11 @@ from torch import Tensor
 from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
-from megappo.engines.offload import Kind, RoleMemory, storages_of
+from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
+from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
 from megappo.models.chunks import ModelChunks, StageModel, chunks_of
+from megappo.models.sharded import shards_of
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -45,11 +47,19 @@ class Optimizer:
         pp = model.config.pipeline_model_parallel_size
         virtual = model.layers_of_stages if isinstance(model, ModelChunks) else None
         refuse_stages_without_experts(model.config.moe_layer_freq, pp, split, virtual)
-        settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-        )
-        self.chunks = [DistributedDataParallel(model.config, settings, chunk) for chunk in chunks_of(model)]
-        self.wrapped = WrappedChunks(self.chunks, model) if isinstance(model, ModelChunks) else self.chunks[0]
+        shards = shards_of(model)
+        # The optimizer of a cut model steps its own parts, float32, which are nobody else's.
+        is_distributed = config.use_distributed_optimizer and shards is None
+        dtype = model.config.params_dtype if shards is None else torch.float32
+        self.chunks: list[DistributedDataParallel | ShardedModel]
+        if shards is not None:
+            self.chunks = [ShardedModel(shards)]
+        else:
+            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
+            self.chunks = [DistributedDataParallel(model.config, settings, chunk) for chunk in chunks_of(model)]
+        self.wrapped: DistributedDataParallel | ShardedModel | WrappedChunks = self.chunks[0]
+        if isinstance(model, ModelChunks):
+            self.wrapped = WrappedChunks(self.chunks, model)
         model.config.finalize_model_grads_func = _finalize
         no_sync = [chunk.no_sync for chunk in self.chunks]
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -58,15 +68,21 @@ class Optimizer:
                 optimizer="adam", lr=config.lr, min_lr=config.lr * config.min_lr_ratio,
                 weight_decay=config.weight_decay,
                 adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
-                params_dtype=model.config.params_dtype, bf16=model.config.params_dtype == torch.bfloat16,
-                use_distributed_optimizer=config.use_distributed_optimizer,
+                params_dtype=dtype, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_distributed,
             ),
             self.chunks,
             use_gloo_process_groups=False,
         )  # fmt: skip
+        if shards is not None:
+            for part in self._optimizer.chained_optimizers:
+                part.grad_stats_parallel_group = shards.mesh.world_group  # norms are summed over all parts
         model.config.grad_scale_func = self._optimizer.scale_loss
         self._schedule = _schedule(self._optimizer, config, total_steps)
         kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
+        if shards is not None:
+            kept: dict[Kind, Tensors] = {"grads": self._gradient_buffers, "optimizer": self._state_tensors}
+            self.memory: RoleMemory = ShardedMemory(shards, kept)
+            return
         self.memory = RoleMemory(
             {"params": model.parameters, "grads": self._gradient_buffers, "optimizer": self._state_tensors},
             [kind for kind in kinds if getattr(offload, kind)],
@@ -130,11 +146,11 @@ class Optimizer:
         self._schedule.load_state_dict(state["schedule"])
 
     def _gradient_buffers(self) -> Iterable[Tensor]:
-        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        return [gradient for chunk in self.chunks for gradient in gradients_of(chunk)]
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """AdamW's moments, and the float32 parameters that it steps where they are not the model's own."""
-        own = storages_of(self.wrapped.module.parameters())
+        own = storages_of(self.wrapped.parameters())
         for inner in self._inner():
             for state in inner.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
@@ -168,6 +184,13 @@ class WrappedChunks(torch.nn.Module):
         super().__init__()
         self.module = module
         self.chunks = tuple(chunks)
+
+
+def gradients_of(chunk: DistributedDataParallel | ShardedModel) -> Iterable[Tensor]:
+    """The buffers that hold the gradients of one chunk on this rank."""
+    if isinstance(chunk, ShardedModel):
+        return chunk.gradients()
+    return [buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
 def refuse_stages_without_experts(

@@ -21,6 +21,7 @@ from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge
 from megappo.models.hf_folder import SafetensorsWriter, copy_companions, dtype_name, write_index
 from megappo.models.import_hf import head_of
+from megappo.models.sharded import whole_parameters
 from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import Head, Rule, WeightMap
 from megappo.parallel.collectives import any_rank, broadcast_object, gather_objects
@@ -50,16 +51,18 @@ def export_hf(
     head = agreed_head(model, mesh)
     weight_map = spec.family.weight_map(spec.shape, head)
     writer = SafetensorsWriter(partial, part=mesh.pp_rank * mesh.ep + mesh.ep_rank, max_shard_bytes=max_shard_bytes)
-    for name, tensor in _tensors(model, weight_map, mesh):
-        writer.add(name, tensor if dtype is None else tensor.to(dtype))
-    writer.flush()
+    with whole_parameters(model):
+        for name, tensor in _tensors(model, weight_map, mesh):
+            writer.add(name, tensor if dtype is None else tensor.to(dtype))
+        writer.flush()
+        own_dtype = next(model.parameters()).dtype
     parts = gather_objects((writer.file_of, writer.num_bytes), mesh.world_group)
     if mesh.is_writer:
         file_of = {name: file for files, _ in parts for name, file in files.items()}
         assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
         write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
         copy_companions(spec.folder, partial)
-        _write_config(partial, spec, head, dtype or next(model.parameters()).dtype)
+        _write_config(partial, spec, head, dtype or own_dtype)
         if out.exists():
             out.rmdir()
         partial.rename(out)

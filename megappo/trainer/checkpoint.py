@@ -20,6 +20,8 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megappo.config.checkpoint_folder import (
     BEST,
@@ -41,6 +43,7 @@ from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.chunks import StageModel
 from megappo.models.hf_folder import copy_companions
+from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
@@ -225,10 +228,28 @@ def point_to(link: Path, target: Path) -> None:
 
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
-    loaded = dist_checkpointing.load(_role_state(role, loading=True), str(folder))
-    role.model.load_state_dict(loaded["model"], strict=True)
+    state = _role_state(role, loading=True)
+    check_same_optimizer(folder, state)
+    loaded = dist_checkpointing.load(state, str(folder))
+    shards = shards_of(role.model)
+    if shards is not None:
+        shards.load(loaded["model"])
+    else:
+        role.model.load_state_dict(loaded["model"], strict=True)
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
+
+
+def check_same_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
+    """DataError where the checkpoint holds another kind of optimizer than the one whose sharded `state` this is."""
+    own = [each.key for each in nested_values(state.get("optimizer", {})) if isinstance(each, ShardedTensor)]
+    missing = sorted(set(own) - set(dist_checkpointing.load_tensors_metadata(str(folder))))
+    if missing:
+        raise DataError(
+            f"{folder}: its optimizer is of another kind, and has no {missing[0]}; resume with optim."
+            "use_distributed_optimizer and fsdp.enable of the run that saved it (float32 goes on from fsdp.enable true "
+            "with use_distributed_optimizer false, and the other way)"
+        )
 
 
 def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
@@ -240,9 +261,11 @@ def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    state: dict[str, Any] = {"model": role.model.sharded_state_dict(metadata=metadata)}
+    shards = shards_of(role.model)
+    of_model = role.model.sharded_state_dict if shards is None else shards.sharded_state
+    state: dict[str, Any] = {"model": of_model(metadata=metadata)}
     if role.optimizer is not None:
-        model_state = {"model": role.model.sharded_state_dict(metadata=metadata)}
+        model_state = {"model": of_model(metadata=metadata)}
         state |= role.optimizer.sharded_state(model_state, loading=loading, metadata=metadata)
     return state
 

@@ -11,13 +11,14 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.hybrid import CHECK_LIMITS
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine
+from megappo.engines.native_rollout import NativeRolloutEngine, unwrapped
 from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
 from megappo.environments.load import load_environment
 from megappo.models.architecture import ModelSpec
 from megappo.models.routing import moe_layers
+from megappo.models.sharded import whole_parameters
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import OnSample, RolloutWorker
@@ -36,7 +37,8 @@ def rollout_worker(
     """The worker around the engine of the experiment, which gets its weights from `model`, this rank's stage; `memory`
     is where they are."""
     environment = multi_turn_environment(config)  # before the engine: a wrong name is told at once
-    engine = rollout_engine(config, mesh, spec, tokenizer, model)
+    with whole_parameters(unwrapped(model)):  # an engine keeps views of them, also while there is nothing in them
+        engine = rollout_engine(config, mesh, spec, tokenizer, model)
     moe = spec.shape.moe if records_experts(config) else None
     return RolloutWorker(
         engine,

@@ -17,12 +17,14 @@ from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.routing import RouterCoefficients, routing_of
+from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.chunks import StageModel
 from megappo.models.import_hf import import_hf
 from megappo.models.router import Capacity
+from megappo.models.sharded import Shards
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 
@@ -68,11 +70,16 @@ class RoleBuilder:
         """`actor` without its adapters where it has some and started from the reference's weights; else a model."""
         if self.config.model.lora.is_used and self.config.ref.path is None:
             return BaseEngine(actor.model, self.mesh, actor.engine.memory)
-        model = self._model(self.config.ref.path or self.config.model.path, "lm")
+        model = self._model(self.config.ref.path or self.config.model.path, "lm").requires_grad_(False)
+        if self.config.ref.fsdp.enable:
+            shards = Shards(model, self.mesh, self.config.ref.fsdp, "ref.fsdp.enable")
+            shared = ShardedMemory(shards, {})
+            self._memories.append(shared)
+            return ModelEngine(ShardedModel(shards), self.mesh, shared)
         offloaded: list[Kind] = ["params"] if self.config.ref.offload.params else []
         memory = RoleMemory({"params": model.parameters}, offloaded, self.mesh.device)
         self._memories.append(memory)
-        return ModelEngine(model.requires_grad_(False), self.mesh, memory)
+        return ModelEngine(model, self.mesh, memory)
 
     def _trained(
         self,
@@ -85,6 +92,9 @@ class RoleBuilder:
     ) -> TrainedRole:
         """`setting` is the section of `lora`, for messages."""
         model = self._model(path, head, self.config.model.recompute, lora, setting)
+        if config.fsdp.enable:
+            role = "actor" if isinstance(config, ActorConfig) else "critic"
+            Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe

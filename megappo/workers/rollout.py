@@ -6,14 +6,22 @@ Which replica generates what is in `dealing.py`, how responses travel in `respon
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy
 import torch
 
 from megappo.engines.offload import RoleMemory
-from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams, SyncReport
+from megappo.engines.rollout import (
+    Completion,
+    GenerationRequest,
+    HeldBytes,
+    Progress,
+    RolloutEngine,
+    SamplingParams,
+    SyncReport,
+)
 from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.collectives import any_rank, gather_objects, sum_over
@@ -104,9 +112,14 @@ class RolloutWorker:
 
     def sync_weights(self) -> SyncReport:
         """Takes the turn to generate: responses come after it."""
-        if self._weights is not None:
-            self._weights.hold("params")
-        return self.engine.sync_weights()
+        if self._weights is None:
+            return self.engine.sync_weights()
+        self._weights.hold("params")
+        report, gathered = self.engine.sync_weights(), self._weights.gathered_bytes
+        if not gathered:
+            return report
+        held = report.held
+        return replace(report, held=HeldBytes(held.asleep, held.with_weights + gathered, held.awake + gathered))
 
     def release(self) -> None:
         """Gives the turn back to training."""

@@ -39,6 +39,7 @@ TWO_RANKS = {
     "dp2": "",
     "tp2": f"layout.tp=2,layout.sequence_parallel=true,{PACKED}",
     "pp2": f"layout.pp=2,{PACKED}",
+    "dp2-fsdp": "actor.fsdp.enable=true,ref.fsdp.enable=true",
 }
 EIGHT_RANKS = {
     "tp2-pp2-dp2": "layout.tp=2,layout.pp=2,layout.sequence_parallel=true,actor.ppo_micro_batch_size_per_gpu=1"

@@ -17,6 +17,9 @@ DYNAMIC = (
     f"{PACKED},actor.use_dynamic_bsz=true,actor.ppo_micro_batch_size_per_gpu=null,actor.ppo_max_token_len_per_gpu=60,"
     "actor.log_prob_max_token_len_per_gpu=150,critic.ppo_max_token_len_per_gpu=100"
 )
+CUT = "actor.fsdp.enable=true,critic.fsdp.enable=true,ref.fsdp.enable=true"
+LEAN_CUT = f"{CUT},actor.fsdp.reduce_each_micro_batch=false,actor.fsdp.forward_prefetch=true"
+LEAN_CUT += f",critic.fsdp.reshard_after_forward=false,{FULL},model.recompute_method=uniform"
 ONE_RANK = {
     "one": "",
     "packed": PACKED,
@@ -38,12 +41,15 @@ TWO_RANKS = {
     "pp2": "layout.pp=2",
     "tp2-sp-recompute-modules": f"layout.tp=2,layout.sequence_parallel=true,{SELECTIVE}",
     "pp2-recompute-block": f"layout.pp=2,{FULL},model.recompute_method=block,model.recompute_num_layers=1",
+    "dp2-fsdp": CUT,
+    "dp2-fsdp-options": f"{LEAN_CUT},model.recompute_num_layers=2",
     "tp2-sp-dynamic": f"layout.tp=2,layout.sequence_parallel=true,{DYNAMIC}",
     "pp2-vpp2+threes": f"{VIRTUAL},{ODD}",
 }
 FOUR_RANKS = {
     "tp2-pp2": "layout.tp=2,layout.pp=2",
     "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true",
+    "tp2-sp-dp2-fsdp": f"layout.tp=2,layout.sequence_parallel=true,{CUT}",
     "pp2-dp2-dynamic": f"layout.pp=2,{DYNAMIC}",
     # The longer rank's sequences need two or three micro-batches of the actor's, and three of the critic's.
     "pp2-vpp2-dp2-dynamic": (

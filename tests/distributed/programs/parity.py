@@ -35,6 +35,7 @@ from megappo.models.build import ModelSpec, read_model
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
+from megappo.models.sharded import Shards, shards_of, whole_parameters
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
@@ -162,6 +163,9 @@ def _without_expert_groups(mark: Callable[..., None]) -> Callable[..., None]:
 def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
     """The reduced gradient of each parameter, also where data-parallel ranks hold a shard of each bucket."""
     wrapped = optimizer.wrapped
+    shards = shards_of(wrapped.module)
+    if shards is not None:
+        return _gathered_gradients(shards)
     if optimizer.chunks[0].ddp_config.use_distributed_optimizer:
         for buffer in (
             buffer for chunk in optimizer.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
@@ -180,8 +184,23 @@ def whole_gradients(optimizer: Optimizer) -> dict[torch.nn.Parameter, torch.Tens
     }
 
 
+def _gathered_gradients(shards: Shards) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Of a model that is cut: its parts of the gradients joined, for the whole parameters that it holds now."""
+    gradients = {}
+    for part in shards.parts.values():
+        pieces = [torch.empty_like(part.local) for _ in range(shards.mesh.dp)]
+        dist.all_gather(pieces, part.local.main_grad, group=shards.mesh.dp_group)
+        gradients[part.module._parameters[part.name]] = torch.cat(pieces, part.axis)
+    return gradients
+
+
 def export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
     """Writes the gradients as if they were the weights, so that the weight map names them."""
+    with whole_parameters(optimizer.wrapped.module):
+        _export_gradients(optimizer, mesh, folder, model_path)
+
+
+def _export_gradients(optimizer: Optimizer, mesh: Mesh, folder: Path, model_path: Path) -> None:
     gradients = whole_gradients(optimizer)
     weights = {parameter: parameter.detach().clone() for parameter in gradients}
     for parameter, gradient in gradients.items():

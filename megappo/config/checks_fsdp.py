@@ -1,0 +1,93 @@
+"""Rules about parameters that data-parallel ranks share: what they don't go together with, and the way out."""
+
+from collections.abc import Iterator
+
+from megappo.config.experiment import ExperimentConfig
+from megappo.config.fsdp import RefFsdpConfig
+from megappo.config.model_folder import ModelFolderError, read_model_facts
+from megappo.config.offload import RefOffloadConfig
+from megappo.config.problem import Problem, Severity, typed
+
+
+def fsdp_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
+    """Every error and warning about `….fsdp`; `dp` is the data-parallel size where it is known."""
+    roles = list(_roles(config))
+    problems = [problem for role in roles for problem in _unused_problems(*role)]
+    for name, fsdp, offload, folder, is_built in roles:
+        if fsdp.enable and is_built:
+            problems += _role_problems(config, f"{name}.fsdp.enable", name, offload)
+            problems += _size_problems(f"{name}.fsdp.enable", folder, dp)
+    if config.actor.fsdp.enable:
+        problems += _generation_problems(config)
+    return problems
+
+
+Role = tuple[str, RefFsdpConfig, RefOffloadConfig, str, bool]
+
+
+def _roles(config: ExperimentConfig) -> Iterator[Role]:
+    """Name, settings, model folder of each role, and whether the run has it."""
+    kind = config.trainer.kind
+    path = config.model.path
+    has_critic = kind == "ppo" and config.needs_critic
+    has_ref = kind == "dpo" or (kind == "ppo" and config.needs_reference)
+    yield "actor", config.actor.fsdp, config.actor.offload, path, True
+    yield "critic", config.critic.fsdp, config.critic.offload, config.critic.path or path, has_critic
+    yield "ref", config.ref.fsdp, config.ref.offload, config.ref.path or path, has_ref
+
+
+def _unused_problems(name: str, fsdp: RefFsdpConfig, _: object, __: str, is_built: bool) -> list[Problem]:
+    changed = sorted(fsdp.model_fields_set - {"enable"})
+    if fsdp.enable and not is_built:
+        reason = f"does nothing, for this run has no {'reference' if name == 'ref' else name}"
+        return [Problem(f"{name}.fsdp.enable", "true", reason, "leave it out", Severity.WARNING)]
+    if not fsdp.enable and changed:
+        key = f"{name}.fsdp.{changed[0]}"
+        reason = f"does nothing, for {name}.fsdp.enable is false"
+        value = typed(getattr(fsdp, changed[0]))
+        return [Problem(key, value, reason, "set that to true, or leave this out", Severity.WARNING)]
+    return []
+
+
+def _role_problems(config: ExperimentConfig, path: str, name: str, offload: RefOffloadConfig) -> list[Problem]:
+    other = "leave it out" if name == "ref" else f"set it to false, and {name}.optim.use_distributed_optimizer to true"
+    problems = []
+    if config.layout.pp > 1:
+        reason = f"parameters are cut on one pipeline stage alone, and layout.pp is {config.layout.pp}"
+        problems.append(Problem(path, "true", reason, f"set layout.pp to 1 (layout.tp cuts layers too), or {other}"))
+    lora = config.critic.lora if name == "critic" else config.model.lora
+    if lora.is_used:
+        setting = "critic.lora.rank" if name == "critic" else "model.lora.rank"
+        reason = f"frozen weights with adapters are not cut, and {setting} is {lora.rank}"
+        remedy = "adapters need no gradients and moments of the rest: leave it out, or set the rank to 0"
+        problems.append(Problem(path, "true", reason, remedy))
+    moved = [kind for kind, is_set in offload.model_dump().items() if is_set]
+    if moved:
+        reason = f"what is cut stays on the device, and {name}.offload.{moved[0]} is true"
+        problems.append(Problem(path, "true", reason, f"leave one of them out; without cutting, {other}"))
+    return problems
+
+
+def _size_problems(path: str, folder: str, dp: int | None) -> list[Problem]:
+    try:
+        facts = read_model_facts(folder)
+    except ModelFolderError:
+        return []  # the layout's rules say so
+    if facts.num_experts is not None:
+        reason = f"models with experts are not cut, and {folder} has {facts.num_experts} of them a layer"
+        return [Problem(path, "true", reason, "leave it out; layout.ep shares the experts over data-parallel ranks")]
+    if dp is not None and facts.hidden_size is not None and facts.hidden_size % dp:
+        reason = f"{dp} data-parallel ranks can't have equal parts of the hidden size {facts.hidden_size} of {folder}"
+        return [Problem(path, "true", reason, "choose layout.dp so that it divides the hidden size")]
+    return []
+
+
+def _generation_problems(config: ExperimentConfig) -> list[Problem]:
+    path = "actor.fsdp.enable"
+    if config.rollout.engine == "vllm" and config.hybrid.weights != "load":
+        reason = (
+            f"vLLM would compute on the actor's own memory (hybrid.weights {config.hybrid.weights}), which is given up "
+            "when training has its turn"
+        )
+        return [Problem(path, "true", reason, "set hybrid.weights to load, or cut critic and reference alone")]
+    return []
