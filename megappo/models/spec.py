@@ -25,6 +25,8 @@ from megappo.models.router import Router, Routing
 Layers = Literal["auto", "te", "torch"]
 Dispatcher = Literal["alltoall", "allgather"]
 """How Megatron moves tokens between the ranks of an expert-parallel group."""
+ContextExchange = Literal["all_gather", "a2a"]
+"""What attention exchanges between context-parallel ranks: keys and values, or tokens for heads."""
 Experts = Literal["grouped", "sequential"]
 """All local experts of a layer in two parameters (`experts.py`), or Megatron's one module an expert."""
 

@@ -104,6 +104,7 @@ class RoleBuilder:
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
             layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,
             dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
+            cp_comm_type=self.config.model.cp_comm_type,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         if lora is not None and has_lora:
