@@ -49,7 +49,7 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
         problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
     problems += split_problems(config.layout.split, config.layout.pp)
     seen: dict[str, ModelFacts | None] = {}
-    for path, folder in _model_folders(config):
+    for path, folder in model_folders(config):
         if folder in seen:
             continue
         seen[folder] = None
@@ -155,7 +155,7 @@ def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -
     return problems
 
 
-def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """(YAML path, folder) of every model that the run will read."""
     yield "model.path", config.model.path
     if config.trainer.kind == "dpo" and config.ref.path is not None:

@@ -17,6 +17,11 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 EXAMPLES = {int: "1", float: "1.0", bool: "true"}
 VIRTUAL_STAGES = ("vpp", "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 """Keys of a layout that users of Megatron look for, and that no other key stands for."""
+CONTEXT_SIZES = {
+    "ulysses_sequence_parallel_size": "set layout.cp to this size, and model.cp_comm_type to a2a",
+    "context_parallel_size": "set layout.cp to this size",
+}
+"""Keys of other sections in verl's and Megatron's files for what is `layout.cp` here: the way out."""
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -96,6 +101,8 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
     if key in VIRTUAL_STAGES:
         reason = "there are no virtual pipeline stages (Megatron's interleaved schedule)"
         return Problem(path, None, reason, "leave it out; layout.pp makes plain stages")
+    if key in CONTEXT_SIZES:
+        return Problem(path, None, "context parallelism is part of the layout, for all roles", CONTEXT_SIZES[key])
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

@@ -26,7 +26,8 @@ from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
-"""From the last stage's output ([b, s / cp, vocab / tp] logits or [b, s / cp, 1] values) to one float32 a token, [b, s]."""
+"""From the last stage's output ([b, s / cp, vocab / tp] logits or [b, s / cp, 1] values) to one float32 a token of the
+whole sequences, [b, s]."""
 
 
 @dataclass(frozen=True)

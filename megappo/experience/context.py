@@ -1,7 +1,7 @@
 """How context-parallel ranks share the tokens of a micro-batch: the zigzag cut. The groups of ranks are not known here.
 
-Each sequence of a row is cut into 2 · size chunks, of which rank i has chunks i and 2 · size − 1 − i: under a causal mask
-all ranks have the same work. This is the cut of Megatron and Transformer Engine.
+Each sequence of a row is cut into 2 · size chunks, of which rank i has chunks i and 2 · size − 1 − i: under a causal
+mask all ranks have the same work. This is the cut of Megatron and Transformer Engine.
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ WHOLE = ContextCut()
 
 
 def zigzag_places(ends: Tensor, size: int, rank: int) -> Tensor:
-    """[s / size] int64: where the tokens of `rank` stand in a row whose sequences begin and end at `ends` [sequences + 1],
-    each of a length that 2 · `size` divides. Two sequences of 4 and 8 tokens on 2 ranks: rank 0 has 0 3 | 4 5 10 11.
+    """[s / size] int64: where the tokens of `rank` stand in a row whose sequences begin and end at `ends`
+    [sequences + 1], each of a length that 2 · `size` divides. Two sequences of 4 and 8 tokens on 2 ranks: rank 0 has 0 3 | 4 5 10 11.
     """
     ends = ends.long()
     starts, chunks = ends[:-1], ends.diff() // (2 * size)

@@ -16,8 +16,8 @@ class PackedMicroBatch(MicroBatch):
 
     Everything that is [b, length] in a padded micro-batch is [1, length] here. No attention crosses from one sequence
     to the next: `boundaries` go to the model, and positions begin anew. What is read one place before a `predicted`
-    token is of its own sequence, whose first token is not `predicted`. Under context parallelism each sequence is padded
-    to what its cut divides.
+    token is of its own sequence, whose first token is not `predicted`. Under context parallelism each sequence is
+    padded to what its cut divides.
     """
 
     @property

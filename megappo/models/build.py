@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
-from megappo.models.architecture import ModelSpec, check_layout, read_model
+from megappo.models.architecture import ModelSpec, check_exchanged_heads, check_layout, read_model
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
@@ -46,13 +46,15 @@ def build_model(
 ) -> GPTModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
-    `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded
-    vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`, of this rank's s / cp tokens each; on other stages hidden states, whose input comes through
-    `set_input_tensor`. A value model is untied. Raises ConfigError where the layout does not divide the model, or
-    `layers` is missing here.
+    `model(tokens [b, s], position_ids [b, s], attention_mask=None)`, each of this rank's s / cp tokens, returns on the
+    last stage their logits `[b, s, padded vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden
+    states, whose input comes through `set_input_tensor`. A value model is untied. Raises ConfigError where the layout
+    does not divide the model, or `layers` is missing here.
     """
     shape = spec.shape
     check_layout(shape, _layout(mesh))
+    if mesh.cp > 1 and cp_comm_type == "a2a":
+        check_exchanged_heads(shape, mesh.tp * mesh.cp)
     check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
     config = transformer_config(shape, mesh, dtype, dispatcher, recompute, cp_comm_type)
     stages = mesh.stage_layers(shape.num_layers)

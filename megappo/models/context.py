@@ -7,6 +7,7 @@ all tokens of a rank's share of the heads to it and takes the results back (Deep
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
@@ -68,7 +69,7 @@ class ContextRow:
     @property
     def _spans(self) -> list[tuple[int, int]]:
         ends = self.ends.tolist()
-        return list(zip(ends, ends[1:], strict=False))
+        return list(pairwise(ends))
 
     def _order(self, like: Tensor) -> Tensor:
         return natural_order(self.ends, self.group.size()).to(like.device)

@@ -22,6 +22,7 @@ from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.import_hf import import_hf
+from megappo.models.spec import check_packed_exchange
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 
@@ -100,6 +101,9 @@ class RoleBuilder:
     ) -> GPTModel:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
+        settings = self.config.model
+        if self.mesh.cp > 1 and settings.use_remove_padding and not has_lora:
+            check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type)
         model = build_model(
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
             layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,

@@ -35,6 +35,4 @@ class Cutter:
             return Cut(in_order(batch, self.size, alignment=alignment, device=device, context=context))
         parts = TokenParts.of(batch, self.max_tokens * context.size // alignment * alignment, context)
         most = max_over(self.mesh.dp_group, device)(torch.tensor([len(parts.fewest)], dtype=torch.int64))
-        return cut_by_tokens(
-            batch, parts.of_number(int(most[0])), alignment=alignment, device=device, context=context
-        )
+        return cut_by_tokens(batch, parts.of_number(int(most[0])), alignment=alignment, device=device, context=context)
