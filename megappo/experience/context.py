@@ -48,7 +48,8 @@ WHOLE = ContextCut()
 
 def zigzag_places(ends: Tensor, size: int, rank: int) -> Tensor:
     """[s / size] int64: where the tokens of `rank` stand in a row whose sequences begin and end at `ends`
-    [sequences + 1], each of a length that 2 · `size` divides. Two sequences of 4 and 8 tokens on 2 ranks: rank 0 has 0 3 | 4 5 10 11.
+    [sequences + 1], each of a length that 2 · `size` divides. Two sequences of 4 and 8 tokens on 2 ranks: rank 0 has
+    0 3 | 4 5 10 11.
     """
     ends = ends.long()
     starts, chunks = ends[:-1], ends.diff() // (2 * size)

@@ -47,9 +47,9 @@ def build_model(
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero).
 
     `model(tokens [b, s], position_ids [b, s], attention_mask=None)`, each of this rank's s / cp tokens, returns on the
-    last stage their logits `[b, s, padded vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden
-    states, whose input comes through `set_input_tensor`. A value model is untied. Raises ConfigError where the layout
-    does not divide the model, or `layers` is missing here.
+    last stage their logits `[b, s, padded vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages
+    hidden states, whose input comes through `set_input_tensor`. A value model is untied. Raises ConfigError where the
+    layout does not divide the model, or `layers` is missing here.
     """
     shape = spec.shape
     check_layout(shape, _layout(mesh))
