@@ -32,14 +32,14 @@ class ContextCut:
         return view[:, zigzag_places(ends, self.size, self.rank).to(view.device)]
 
     def whole(self, local: Tensor, ends: Tensor) -> Tensor:
-        """[b, s / size] of each rank → [b, s] on all of them. A collective call over the context-parallel ranks.
+        """[b, s / size, …] of each rank → [b, s, …] on all of them. A collective call over the context-parallel ranks.
 
         All of them compute the same from the result, so that its gradient comes to each rank whole: a rank takes that
         of its own part, and sums over ranks count it once.
         """
         assert self.gather is not None, "several context-parallel ranks have a group"
         rows = self.gather(local.contiguous()).unflatten(0, (self.size, -1))  # [size, b, s / size]
-        in_rank_order = rows.transpose(0, 1).flatten(1)
+        in_rank_order = rows.transpose(0, 1).flatten(1, 2)
         return in_rank_order[:, natural_order(ends, self.size).to(local.device)]
 
 

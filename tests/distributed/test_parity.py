@@ -33,11 +33,15 @@ TWO_RANKS = {
     "tp2-sp-recompute-modules": f"layout.tp=2,layout.sequence_parallel=true,{SELECTIVE}",
     "pp2-recompute-block": f"layout.pp=2,{FULL},model.recompute_method=block,model.recompute_num_layers=1",
     "tp2-sp-dynamic": f"layout.tp=2,layout.sequence_parallel=true,{DYNAMIC}",
+    "cp2": "layout.cp=2",
+    "cp2-a2a": "layout.cp=2,model.cp_comm_type=a2a",
+    "cp2-packed": f"layout.cp=2,{PACKED}",
 }
 FOUR_RANKS = {
     "tp2-pp2": "layout.tp=2,layout.pp=2",
     "tp2-sp-dp2": "layout.tp=2,layout.sequence_parallel=true",
     "pp2-dp2-dynamic": f"layout.pp=2,{DYNAMIC}",
+    "cp2-tp2-sp": "layout.cp=2,layout.tp=2,layout.sequence_parallel=true",
 }
 BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": TWO_RANKS["pp2"]}
 LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]
