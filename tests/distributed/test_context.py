@@ -1,4 +1,4 @@
-"""What context parallelism meets: more layouts, experts, latent attention, whole runs, checkpoints; against one rank."""
+"""What context parallelism meets: more layouts, experts, latent attention, whole runs, checkpoints; against one."""
 
 from pathlib import Path
 
