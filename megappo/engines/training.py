@@ -113,8 +113,13 @@ class ModelEngine:
         if self.routing is not None:
             self.routing.begin(micro, is_update=False)
         with torch.no_grad():
-            output: Tensor = self.model(*_inputs(micro), **_packing(micro))
+            output: Tensor = self.model(*self._inputs(micro), **_packing(micro))
         return output
+
+    def _inputs(self, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
+        """Token ids and positions [b, s / cp], and no mask."""
+        assert micro.context.size == self.mesh.cp, "a micro-batch is cut over the context-parallel ranks of its engine"
+        return micro.local(micro.token_ids), micro.local(micro.position_ids), None
 
     def _run(
         self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
@@ -125,7 +130,7 @@ class ModelEngine:
             micro = next(iterator)
             if self.routing is not None:
                 self.routing.begin(micro, is_update=not forward_only)
-            output = model(*_inputs(micro), **_packing(micro))
+            output = model(*self._inputs(micro), **_packing(micro))
             # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
             return output, lambda out, non_loss_data=False: on_output(out, micro)
 
@@ -154,11 +159,6 @@ class BaseEngine(ModelEngine):
         assert forward_only, "the frozen weights are not trained"
         with adapters_off(self.model):
             return super()._run(micros, on_output, forward_only=forward_only)
-
-
-def _inputs(micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
-    """Token ids and positions [b, s / cp], and no mask."""
-    return micro.local(micro.token_ids), micro.local(micro.position_ids), None
 
 
 def _packing(micro: MicroBatch) -> dict[str, Any]:
