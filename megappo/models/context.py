@@ -7,6 +7,7 @@ all tokens of a rank's share of the heads to it and takes the results back (Deep
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -27,10 +28,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ContextRow:
-    """A row of sequences that stand between `ends` [sequences + 1], shared by the ranks of `group`."""
+    """A row of sequences that begin and end at `ends`, one more than there are, shared by the ranks of `group`."""
 
     group: ProcessGroup
-    ends: Tensor
+    ends: tuple[int, ...]
 
     def gathered(self, local: Tensor) -> Tensor:
         """[s / cp, …] → [s, …] in the order of the row; gradients are summed over the ranks."""
@@ -46,19 +47,19 @@ class ContextRow:
     def tokens_for_heads(self, whole: Tensor) -> Tensor:
         """[s, …, heads / cp, d] → [s / cp, …, heads, d], the way back."""
         size = self.group.size()
-        places = torch.cat([zigzag_places(self.ends, size, rank) for rank in range(size)]).to(whole.device)
-        received = all_to_all(self.group, whole[places].contiguous()).unflatten(0, (size, -1))
+        in_rank_order = whole[_rank_order(self.ends, size, whole.device)]
+        received = all_to_all(self.group, in_rank_order.contiguous()).unflatten(0, (size, -1))
         return received.movedim(0, -3).flatten(-3, -2)
 
     def sequences(self) -> list[Part]:
         """Each sequence of the row, whole."""
-        return [Part(slice(start, stop), slice(start, stop)) for start, stop in self._spans]
+        return [Part(slice(start, stop), slice(start, stop)) for start, stop in pairwise(self.ends)]
 
     def chunks(self) -> list[Part]:
         """This rank's chunks, two a sequence in the order of its tokens, with all keys up to their ends."""
         size, rank = self.group.size(), self.group.rank()
         chunks, local = [], 0
-        for start, stop in self._spans:
+        for start, stop in pairwise(self.ends):
             length = (stop - start) // (2 * size)
             for number in (rank, 2 * size - 1 - rank):
                 keys = slice(start, start + (number + 1) * length)
@@ -66,10 +67,17 @@ class ContextRow:
                 local += length
         return chunks
 
-    @property
-    def _spans(self) -> list[tuple[int, int]]:
-        ends = self.ends.tolist()
-        return list(pairwise(ends))
-
     def _order(self, like: Tensor) -> Tensor:
-        return natural_order(self.ends, self.group.size()).to(like.device)
+        return _natural_order(self.ends, self.group.size(), like.device)
+
+
+# All layers of a micro-batch ask for the same.
+@lru_cache(maxsize=8)
+def _natural_order(ends: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    return natural_order(torch.tensor(ends), size).to(device)
+
+
+@lru_cache(maxsize=8)
+def _rank_order(ends: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """The places of all ranks' tokens, those of rank 0 first: the inverse of `natural_order`."""
+    return torch.cat([zigzag_places(torch.tensor(ends), size, rank) for rank in range(size)]).to(device)

@@ -136,7 +136,7 @@ class CoreAttention(nn.Module):
         the diagonal.
         """
         length = query.size(0) * self.cp_group.size()
-        row = ContextRow(self.cp_group, torch.tensor([0, length]) if packing is None else packing.cu_seqlens_q.cpu())
+        row = ContextRow(self.cp_group, (0, length) if packing is None else tuple(packing.cu_seqlens_q.tolist()))
         if self.cp_comm_type == "a2a":
             query, key, value = map(row.heads_for_tokens, (query, key, value))
             parts = row.sequences()

@@ -147,9 +147,9 @@ def test_gathered_attention_of_a_rank_is_that_of_one_rank(
 
 def test_exchanged_heads_come_back_to_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """[16 tokens, 4 heads, 1]: each rank gets all tokens of 2 heads, and then its 8 tokens of all heads."""
-    ends = torch.tensor([0, 4, 16])
+    ends = (0, 4, 16)
     tensor = torch.arange(64.0).view(16, 4, 1)
-    places = [zigzag_places(ends, 2, rank) for rank in range(2)]
+    places = [zigzag_places(torch.tensor(ends), 2, rank) for rank in range(2)]
     for rank in range(2):
         row = context.ContextRow(InTurn(rank), ends)  # type: ignore[arg-type]
         heads = slice(2 * rank, 2 * rank + 2)
@@ -165,7 +165,7 @@ def test_exchanged_heads_come_back_to_their_tokens(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_chunk_takes_the_keys_up_to_its_end_and_no_more() -> None:
-    row = context.ContextRow(InTurn(1), torch.tensor([0, 8, 12]))  # type: ignore[arg-type]
+    row = context.ContextRow(InTurn(1), (0, 8, 12))  # type: ignore[arg-type]
     assert [(part.queries, part.keys) for part in row.chunks()] == [
         (slice(0, 2), slice(0, 4)), (slice(2, 4), slice(0, 6)), (slice(4, 5), slice(8, 10)), (slice(5, 6), slice(8, 11)),
     ]  # fmt: skip
