@@ -2,11 +2,12 @@
 
 Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
 `checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the generation layout in
-`checks_hybrid.py`, vLLM's settings in `checks_vllm.py`, what is kept in memory in `checks_memory.py`, parameters that
-ranks share in `checks_fsdp.py`, batch sizes in `divisibility.py`.
+`checks_hybrid.py`, context parallelism in `checks_context.py`, vLLM's settings in `checks_vllm.py`, what is kept in
+memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
+from megappo.config.checks_context import context_problems
 from megappo.config.checks_experts import expert_problems
 from megappo.config.checks_fsdp import fsdp_problems
 from megappo.config.checks_hybrid import hybrid_problems
@@ -41,6 +42,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *layout_problems(config),
         *world_problems(config, world_size),
         *hybrid_problems(config, data_parallel_size(config, world_size)),
+        *context_problems(config),
         *vllm_problems(config),
         *expert_problems(config),
         *memory_problems(config),

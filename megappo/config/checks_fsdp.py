@@ -55,6 +55,9 @@ def _role_problems(config: ExperimentConfig, path: str, name: str, offload: RefO
     if config.layout.pp > 1:
         reason = f"parameters are cut on one pipeline stage alone, and layout.pp is {config.layout.pp}"
         problems.append(Problem(path, "true", reason, f"set layout.pp to 1 (layout.tp cuts layers too), or {other}"))
+    if config.layout.cp > 1:
+        reason = f"parameters are cut over data-parallel ranks alone, and layout.cp is {config.layout.cp}"
+        problems.append(Problem(path, "true", reason, f"set layout.cp to 1, or {other}"))
     lora = config.critic.lora if name == "critic" else config.model.lora
     if lora.is_used:
         setting = "critic.lora.rank" if name == "critic" else "model.lora.rank"

@@ -28,7 +28,7 @@ def _grid_problems(config: ExperimentConfig, size: int, dp: int | None) -> list[
     layout = config.layout
     if dp is None and size > layout.tp:
         return []
-    problem = generation_problem(TrainingGrid(tp=layout.tp, pp=layout.pp, dp=dp or 1), size)
+    problem = generation_problem(TrainingGrid(tp=layout.tp, pp=layout.pp, dp=(dp or 1) * layout.cp), size)
     if problem is None:
         return []
     reason, _, sizes = problem.rpartition("; possible: ")

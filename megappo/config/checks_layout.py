@@ -50,7 +50,7 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
     problems += split_problems(config.layout.split, config.layout.pp)
     problems += virtual_problems(config.layout.pp, config.layout.vpp)
     seen: dict[str, ModelFacts | None] = {}
-    for path, folder in _model_folders(config):
+    for path, folder in model_folders(config):
         if folder in seen:
             continue
         seen[folder] = None
@@ -84,12 +84,12 @@ def model_parallel_problems(
 
 
 def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Problem]:
-    """Whether the world size is tp · pp · dp; nothing where it isn't known."""
+    """Whether the world size is tp · pp · cp · dp; nothing where it isn't known."""
     layout = config.layout
     model_parallel = layout.model_parallel_size
     if world_size is None:
         return _stage_problems(config, layout.dp)
-    product = f"tp {layout.tp} · pp {layout.pp}"
+    product = layout.product()
     if world_size % model_parallel:
         counts = choices(
             nearest(world_size, model_parallel, world_size + model_parallel, lambda n: n % model_parallel == 0)
@@ -97,7 +97,7 @@ def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Pro
         reason = (
             f"{product} = {model_parallel} ranks hold a copy of the model, which does not divide {world_size} ranks"
         )
-        tps = nearest(layout.tp, 1, world_size, lambda tp: world_size % (tp * layout.pp) == 0)
+        tps = nearest(layout.tp, 1, world_size, lambda tp: world_size % (tp * layout.pp * layout.cp) == 0)
         remedy = f"start another number of ranks ({counts})"
         remedy += f", or set another tp ({choices(tps)})" if tps else ""
         return [Problem("layout.tp", str(layout.tp), reason, remedy)]
@@ -111,16 +111,17 @@ def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Pro
 def _stage_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     """Whether ep · etp ranks divide the ranks of a pipeline stage; nothing where dp isn't known."""
     layout = config.layout
-    if dp is None or layout.tp * dp % (layout.ep * layout.expert_tp) == 0:
+    if dp is None or layout.tp * layout.cp * dp % (layout.ep * layout.expert_tp) == 0:
         return []
-    ranks = layout.tp * dp
-    reason = f"times etp {layout.expert_tp} does not divide the tp {layout.tp} · dp {dp} = {ranks} ranks of a stage"
+    ranks = layout.tp * layout.cp * dp
+    product = f"tp {layout.tp} · " + (f"cp {layout.cp} · " if layout.cp > 1 else "") + f"dp {dp}"
+    reason = f"times etp {layout.expert_tp} does not divide the {product} = {ranks} ranks of a stage"
     sizes = nearest(layout.ep, 1, ranks, lambda ep: ranks % (ep * layout.expert_tp) == 0)
     if sizes:
         return [Problem("layout.ep", str(layout.ep), reason, choices(sizes))]
     sizes = nearest(layout.expert_tp, 1, ranks, lambda etp: ranks % (layout.ep * etp) == 0)
     remedy = choices(sizes) if sizes else "set layout.ep and layout.etp to 1"
-    reason = f"times ep {layout.ep} does not divide the tp {layout.tp} · dp {dp} = {ranks} ranks of a stage"
+    reason = f"times ep {layout.ep} does not divide the {product} = {ranks} ranks of a stage"
     return [Problem("layout.etp", str(layout.etp), reason, remedy)]
 
 
@@ -156,7 +157,7 @@ def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -
     return problems
 
 
-def _model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
+def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     """(YAML path, folder) of every model that the run will read."""
     yield "model.path", config.model.path
     if config.trainer.kind == "dpo" and config.ref.path is not None:

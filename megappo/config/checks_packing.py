@@ -51,17 +51,17 @@ def _excluding(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _limits(config: ExperimentConfig) -> Iterator[Problem]:
     """Token limits that the longest sequence, aligned as the layout needs it, does not fit into."""
-    alignment, longest = config.layout.sequence_alignment, config.max_length
+    alignment, longest, cp = config.layout.sequence_alignment, config.max_length, config.layout.cp
     told = set()
     for size in _passes(config):
-        if size.tokens is None or size.tokens // alignment * alignment >= longest or size.path in told:
+        if size.tokens is None or size.tokens * cp // alignment * alignment >= longest or size.path in told:
             continue
         told.add(size.path)
         reason = (
             f"a sequence can have {longest} tokens (data.max_prompt_length {config.data.max_prompt_length} + "
             f"data.max_response_length {config.data.max_response_length}), and none is cut"
         )
-        yield Problem(size.path, str(size.tokens), reason, f"at least {-(-longest // alignment) * alignment}")
+        yield Problem(size.path, str(size.tokens), reason, f"at least {-(-longest // alignment) * alignment // cp}")
 
 
 def _idle(config: ExperimentConfig) -> Iterator[Problem]:

@@ -7,15 +7,17 @@ from megappo.config.pipeline import PipelineSplit
 
 
 class LayoutConfig(Section):
-    """Megatron's parallel sizes; world size = tp · pp · dp. Experts cut the tp · dp ranks of a stage anew: etp · ep of
-    them hold one copy of the experts."""
+    """Megatron's parallel sizes; world size = tp · pp · cp · dp. Experts cut the tp · cp · dp ranks of a stage anew:
+    etp · ep of them hold one copy of the experts."""
 
     tp: int = Field(1, ge=1)
     """Tensor parallel size."""
     pp: int = Field(1, ge=1)
     """Pipeline parallel size."""
+    cp: int = Field(1, ge=1)
+    """Context parallel size: ranks that share the tokens of each sequence; each holds a copy of the weights."""
     dp: int | None = Field(None, ge=1)
-    """Data parallel size; null takes world size / (tp · pp), and 1 where megappo starts the ranks on a CPU."""
+    """Data parallel size; null takes world size / (tp · pp · cp), and 1 where megappo starts the ranks on a CPU."""
     sequence_parallel: bool = False
     """Shard activations of norms and residuals over the TP ranks along the sequence; needs tp > 1."""
 
@@ -60,10 +62,20 @@ class LayoutConfig(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tp * self.pp
+        """Ranks that work on the same sequences: those of a copy of the model, times cp."""
+        return self.tp * self.pp * self.cp
+
+    def product(self, sign: str = "·") -> str:
+        """Its factors in words: `tp 2 · pp 1`, and `cp` where it is used."""
+        sizes = [f"tp {self.tp}", f"pp {self.pp}", *([f"cp {self.cp}"] if self.cp > 1 else [])]
+        return f" {sign} ".join(sizes)
 
     @property
     def sequence_alignment(self) -> int:
         """Padded sequence lengths are multiples of this."""
-        return self.tp if self.sequence_parallel else 1
+        return sequence_alignment(self.tp, self.cp, self.sequence_parallel)
+
+
+def sequence_alignment(tp: int, cp: int, sequence_parallel: bool) -> int:
+    """2 · cp chunks of a sequence are equally long, and a rank's two are cut over tp under sequence parallelism."""
+    return (2 * cp if cp > 1 else 1) * (tp if sequence_parallel else 1)

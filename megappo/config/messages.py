@@ -22,6 +22,11 @@ VIRTUAL_STAGES = {
 """verl's and Megatron's names of `layout.vpp`, and what to set it to."""
 FSDP_NAMES = ("strategy", "fsdp_config", "fsdp_size", "wrap_policy")
 """Keys of a role by which verl's users ask for parameters that data-parallel ranks share."""
+CONTEXT_SIZES = {
+    "ulysses_sequence_parallel_size": "set layout.cp to this size, and model.cp_comm_type to a2a",
+    "context_parallel_size": "set layout.cp to this size",
+}
+"""Keys of other sections in verl's and Megatron's files for what is `layout.cp` here: the way out."""
 BOUNDS = {  # pydantic's error type: words before the bound
     "greater_than": "has to be greater than",
     "greater_than_equal": "has to be at least",
@@ -106,6 +111,8 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
         reason = f"Megatron trains here, and {role}.fsdp.enable: true has all data-parallel ranks share its parameters"
         names = f"{role}.fsdp has reshard_after_forward and forward_prefetch too, {role}.offload moves to host memory"
         return Problem(path, None, reason, f"set {role}.fsdp.enable; {names}")
+    if key in CONTEXT_SIZES:
+        return Problem(path, None, "context parallelism is part of the layout, for all roles", CONTEXT_SIZES[key])
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

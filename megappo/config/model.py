@@ -39,6 +39,10 @@ class ModelConfig(Section):
     layers: Literal["auto", "te", "torch"] = "auto"
     """Layer implementation: Transformer Engine where it imports (`auto`), or one of the two by name."""
 
+    cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
+    """With `layout.cp`: attention gathers keys and values of the whole sequence on each rank, or exchanges tokens for
+    heads (`a2a`, as Ulysses does), which has to leave each rank of `layout.tp` · `layout.cp` whole KV heads."""
+
     use_remove_padding: bool = False
     """Pack the sequences of a micro-batch into one row without padding."""
     experts: Literal["grouped", "sequential"] = "grouped"

@@ -48,6 +48,10 @@ class ModelFacts:
         shares_kv = self.num_kv_heads % tp == 0 or tp % self.num_kv_heads == 0
         return self.num_heads % tp == 0 and shares_kv
 
+    def heads_fit(self, ranks: int) -> bool:
+        """Whether each of so many ranks gets whole query heads and whole KV heads."""
+        return self.num_heads % ranks == 0 and self.num_kv_heads % ranks == 0
+
 
 def read_model_facts(folder: str) -> ModelFacts:
     """The facts of a Hugging Face folder; raises ModelFolderError where there is no model of a known family."""

@@ -53,11 +53,12 @@ class NativeRolloutEngine:
             max_num_batched_tokens,
             records_experts,
         )
-        self._replicas = Replicas(tuple(tuple(mesh.grid[:, copy].flatten().tolist()) for copy in range(mesh.dp)))
+        copies = mesh.grid.flatten(1, 2).unbind(1)
+        self._replicas = Replicas(tuple(tuple(copy.flatten().tolist()) for copy in copies))
 
     @property
     def replicas(self) -> Replicas:
-        """One for each data-parallel rank: all shards of its copy of the model."""
+        """One for each data-parallel and context-parallel rank: all shards of its copy of the model."""
         return self._replicas
 
     def sync_weights(self) -> SyncReport:

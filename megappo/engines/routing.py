@@ -32,9 +32,14 @@ def routing_of(model: nn.Module) -> Routing | None:
     return getattr(inner, "expert_routing", None)
 
 
+NOT_HERE = -1
+"""The place of tokens that other context-parallel ranks hold."""
+
+
 @dataclass(frozen=True)
 class LocalTokens:
-    """Where a micro-batch's tokens stand on this rank, whose routers see [s / tp, b] tokens under sequence parallelism.
+    """Where a micro-batch's tokens stand on this rank, whose routers see [s / cp, b] tokens, and [s / cp / tp, b] under
+    sequence parallelism.
 
     `is_here` [tokens of the rows] bool; `places` [those that are here]: their numbers among the `count` local ones.
     """
@@ -48,6 +53,11 @@ class LocalTokens:
         batch, length = micro.token_ids.shape
         flat = micro.flat(torch.arange(batch * length, device=mesh.device).view(batch, length))
         row, position = flat // length, flat % length
+        if micro.context.size > 1:
+            held = micro.local(torch.arange(length, device=mesh.device)[None])[0]
+            place = torch.full((length,), NOT_HERE, device=mesh.device)
+            place[held] = torch.arange(len(held), device=mesh.device)
+            position, length = place[position], len(held)
         share = length // mesh.tp if mesh.sequence_parallel else length
         first = mesh.tp_rank * share if mesh.sequence_parallel else 0
         is_here = (position >= first) & (position < first + share)
@@ -100,7 +110,7 @@ class ExpertRouting:
         self._kept = {}
 
     def recorded(self) -> Tensor:
-        """[tokens of all rows, layers, top_k] int16, the same on every rank of the model-parallel group, which all call
+        """[tokens of all rows, layers, top_k] int16, the same on every rank of the sequence group, which all call
         it: each has the tokens and layers that it holds."""
         kept, self._kept = self._kept, None
         assert kept is not None, "choices are asked for that were not recorded"
@@ -115,7 +125,7 @@ class ExpertRouting:
                 experts[tokens.is_here, layer] = chosen[tokens.places].to(torch.int32)
             whole.append(experts)
         # No backend has a maximum of int16.
-        return max_over(mesh.model_parallel_group, mesh.device)(torch.cat(whole)).to("cpu", EXPERT_DTYPE)
+        return max_over(mesh.sequence_group, mesh.device)(torch.cat(whole)).to("cpu", EXPERT_DTYPE)
 
     def statistics(self) -> RoutingStatistics:
         """Of the last pass, over all ranks; a collective call over the world."""

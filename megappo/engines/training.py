@@ -28,7 +28,8 @@ from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
-"""From the last stage's output ([b, s, vocab / tp] logits or [b, s, 1] values) to one float32 a token, [b, s]."""
+"""From the last stage's output ([b, s / cp, vocab / tp] logits or [b, s / cp, 1] values) to one float32 a token of the
+whole sequences, [b, s]."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class ModelEngine:
         """Runs `compute` on the output for every micro-batch, without gradients.
 
         Returns the flat [tokens] float32 results of all micro-batches in order, on the CPU, equal on every rank of the
-        model-parallel group.
+        sequence group.
         """
 
         def collect(output: Tensor, micro: MicroBatch) -> Tensor:
@@ -115,8 +116,13 @@ class ModelEngine:
         if self.routing is not None:
             self.routing.begin(micro, is_update=False)
         with torch.no_grad():
-            output: Tensor = self.model(micro.token_ids, micro.position_ids, None, **_packing(micro))
+            output: Tensor = self.model(*self._inputs(micro), **_packing(micro))
         return output
+
+    def _inputs(self, micro: MicroBatch) -> tuple[Tensor, Tensor, None]:
+        """Token ids and positions [b, s / cp], and no mask."""
+        assert micro.context.size == self.mesh.cp, "a micro-batch is cut over the context-parallel ranks of its engine"
+        return micro.local(micro.token_ids), micro.local(micro.position_ids), None
 
     def _run(
         self, micros: Sequence[MicroBatch], on_output: Callable[[Tensor, MicroBatch], Any], *, forward_only: bool
@@ -136,7 +142,7 @@ class ModelEngine:
             is_given = place < num_given
             if self.routing is not None:
                 self.routing.begin(micro, is_update=not forward_only, counts=is_given)
-            output = model(micro.token_ids, micro.position_ids, None, **_packing(micro))
+            output = model(*self._inputs(micro), **_packing(micro))
             # With `non_loss_data` the schedule only collects; otherwise the result is the triple of a per-token loss.
             return output, lambda out, non_loss_data=False: on_output(out, micro) if is_given else _no_share(out)
 
@@ -174,7 +180,7 @@ class BaseEngine(ModelEngine):
 
 
 def _packing(micro: MicroBatch) -> dict[str, Any]:
-    """What tells the model where packed sequences begin and end."""
+    """What tells the model where packed sequences begin and end, in the whole row under context parallelism too."""
     if not isinstance(micro, PackedMicroBatch):
         return {}
     ends = micro.boundaries

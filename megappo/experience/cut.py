@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megappo.experience.batch import ExperienceBatch
+from megappo.experience.context import WHOLE, ContextCut
 from megappo.experience.micro import MicroBatch
-from megappo.experience.packed import PackedMicroBatch
+from megappo.experience.packed import PackedMicroBatch, padded_ends
 from megappo.experience.partition import balanced_parts, parts_within
 
 
@@ -46,8 +47,8 @@ class TokenParts:
     fewest: list[list[int]]
 
     @classmethod
-    def of(cls, batch: ExperienceBatch, limit: int) -> TokenParts:
-        lengths = tuple(batch.lengths.tolist())
+    def of(cls, batch: ExperienceBatch, limit: int, context: ContextCut = WHOLE) -> TokenParts:
+        lengths = tuple(padded_ends(batch, context).diff().tolist())
         return cls(lengths, limit, parts_within(lengths, limit))
 
     def of_number(self, number: int) -> list[list[int]]:
@@ -61,12 +62,20 @@ class TokenParts:
 
 
 def cut_by_tokens(
-    batch: ExperienceBatch, parts: Sequence[Sequence[int]], *, alignment: int, device: torch.device
+    batch: ExperienceBatch,
+    parts: Sequence[Sequence[int]],
+    *,
+    alignment: int,
+    device: torch.device,
+    context: ContextCut = WHOLE,
 ) -> Cut:
     """A packed micro-batch for each part, whose numbers are rows of the batch; those of empty parts change nothing."""
     full = [batch.taken(rows) for rows in parts if rows]
     empty = [nothing_like(batch)] * (len(parts) - len(full))
-    micros = [PackedMicroBatch(rows, aligned(rows.num_tokens, alignment), device) for rows in (*full, *empty)]
+    micros = [
+        PackedMicroBatch(rows, aligned(int(padded_ends(rows, context)[-1]), alignment), device, context)
+        for rows in (*full, *empty)
+    ]
     return Cut(micros, torch.cat([batch.token_places(rows) for rows in parts if rows] or [batch.token_ids[:0]]))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megappo.experience.batch import ExperienceBatch
+from megappo.experience.context import WHOLE, ContextCut
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class MicroBatch:
     """Sequences of one forward pass, right-padded to `length` tokens (a multiple of the layout's alignment).
 
     `rows` keeps them flat; `token_ids` [b, length] and `position_ids` [b, length] are what the model takes. Per-token
-    results of the model come back as [b, length] views and leave as flat tensors with `flat`.
+    results of the model come back as [b, length] views and leave as flat tensors with `flat`. Under context parallelism
+    the model takes and gives this rank's part of a view (`local`), and everything else sees the whole (`whole`).
     """
 
     rows: ExperienceBatch
     length: int
     device: torch.device
+    context: ContextCut = WHOLE
 
     @property
     def num_sequences(self) -> int:
@@ -60,16 +63,36 @@ class MicroBatch:
         """[b, length] → [tokens of these rows], on the model's device."""
         return view[self.rows.is_token(self.length).to(view.device)]
 
+    def local(self, view: Tensor) -> Tensor:
+        """[b, length, …] → [b, length / cp, …]: what this context-parallel rank holds of it."""
+        return view if self.context.size == 1 else self.context.local(view, self.boundaries)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """[b, length / cp] → [b, length] from all context-parallel ranks, differentiable (`ContextCut.whole`)."""
+        return local if self.context.size == 1 else self.context.whole(local, self.boundaries)
+
+    @property
+    def boundaries(self) -> Tensor:
+        """[sequences of a row + 1] int32 on the model's device: where each begins, and the end."""
+        return torch.tensor([0, self.length], dtype=torch.int32, device=self.device)
+
 
 def micro_batches(
-    batch: ExperienceBatch, size: int, *, alignment: int = 1, device: torch.device | None = None
+    batch: ExperienceBatch,
+    size: int,
+    *,
+    alignment: int = 1,
+    device: torch.device | None = None,
+    context: ContextCut = WHOLE,
 ) -> list[MicroBatch]:
     """Consecutive micro-batches of `size` sequences (the last may be smaller), each padded to its longest sequence."""
-    return list(_cut(batch, size, alignment, device or torch.device("cpu")))
+    return list(_cut(batch, size, alignment, device or torch.device("cpu"), context))
 
 
-def _cut(batch: ExperienceBatch, size: int, alignment: int, device: torch.device) -> Iterator[MicroBatch]:
+def _cut(
+    batch: ExperienceBatch, size: int, alignment: int, device: torch.device, context: ContextCut
+) -> Iterator[MicroBatch]:
     for start in range(0, batch.num_sequences, size):
         rows = batch.rows(start, min(start + size, batch.num_sequences))
         longest = int(rows.lengths.max())
-        yield MicroBatch(rows, max(-(-longest // alignment) * alignment, alignment), device)
+        yield MicroBatch(rows, max(-(-longest // alignment) * alignment, alignment), device, context)

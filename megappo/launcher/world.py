@@ -26,7 +26,7 @@ def count_gpus() -> int:
 
 
 def local_world_size(layout: LayoutConfig, nproc: int | None, num_gpus: int) -> int:
-    """Ranks to start: `nproc`, else tp · pp · dp, else one for each GPU, else one copy of the model.
+    """Ranks to start: `nproc`, else tp · pp · cp · dp, else one for each GPU, else one copy of the model.
 
     Raises ConfigError where there are GPUs, but fewer than ranks.
     """
@@ -37,9 +37,7 @@ def local_world_size(layout: LayoutConfig, nproc: int | None, num_gpus: int) -> 
     else:
         world_size = max(num_gpus, layout.model_parallel_size)
     if num_gpus and world_size > num_gpus:
-        origin = (
-            f"--nproc {nproc}" if nproc is not None else f"layout tp {layout.tp} · pp {layout.pp} · dp {layout.dp or 1}"
-        )
+        origin = f"--nproc {nproc}" if nproc is not None else f"layout {layout.product()} · dp {layout.dp or 1}"
         raise ConfigError(
             f"{origin}: needs {world_size} ranks, and this machine has {num_gpus} GPUs; start at most {num_gpus}, "
             "use more machines (launch/torchrun.sh, launch/slurm.sbatch), or set CUDA_VISIBLE_DEVICES= to run on CPUs"

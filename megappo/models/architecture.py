@@ -86,6 +86,15 @@ def check_layout(shape: ModelShape, layout: LayoutConfig) -> None:
                 )
 
 
+def check_exchanged_heads(shape: ModelShape, ranks: int) -> None:
+    """ConfigError where the tp · cp `ranks` that exchange tokens for heads would not get whole ones."""
+    if shape.num_heads % ranks or shape.num_kv_heads % ranks:
+        raise ConfigError(
+            f"model.cp_comm_type: a2a gives each of tp · cp = {ranks} ranks whole heads, and a model of this run has "
+            f"{shape.num_heads} attention heads and {shape.num_kv_heads} KV heads; set it to all_gather"
+        )
+
+
 def _ffn_sizes(shape: ModelShape) -> list[int]:
     """Feed-forward rows that are cut over the TP ranks: of dense layers, and of a shared expert."""
     if shape.moe is None:

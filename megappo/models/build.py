@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megappo.config.layout import LayoutConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
-from megappo.models.architecture import ModelSpec, check_layout, read_model
+from megappo.models.architecture import ModelSpec, check_exchanged_heads, check_layout, read_model
 from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
 from megappo.models.heads import ValueHead
@@ -25,7 +25,7 @@ from megappo.models.layers import RMSNorm
 from megappo.models.recompute import check_recompute, keep_gradient_path
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
-from megappo.models.spec import Dispatcher, Experts, Layers, block_spec
+from megappo.models.spec import ContextExchange, Dispatcher, Experts, Layers, block_spec
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.variants import ACTIVATIONS, add_variants
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -44,19 +44,22 @@ def build_model(
     experts: Experts = "grouped",
     dispatcher: Dispatcher = "alltoall",
     recompute: Recompute = NO_RECOMPUTE,
+    cp_comm_type: ContextExchange = "all_gather",
 ) -> StageModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero); with virtual
     pipeline stages in as many chunks.
 
-    `model(tokens [b, s], position_ids [b, s], attention_mask=None)` returns on the last stage logits `[b, s, padded
-    vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages hidden states, whose input comes through
-    `set_input_tensor`. A value model is untied. Raises ConfigError where the layout does not divide the model, or
-    `layers` is missing here.
+    `model(tokens [b, s], position_ids [b, s], attention_mask=None)`, each of this rank's s / cp tokens, returns on the
+    last stage their logits `[b, s, padded vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages
+    hidden states, whose input comes through `set_input_tensor`. A value model is untied. Raises ConfigError where the
+    layout does not divide the model, or `layers` is missing here.
     """
     shape = spec.shape
     check_layout(shape, _layout(mesh))
+    if mesh.cp > 1 and cp_comm_type == "a2a":
+        check_exchanged_heads(shape, mesh.tp * mesh.cp)
     check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
-    config = transformer_config(shape, mesh, dtype, dispatcher, recompute)
+    config = transformer_config(shape, mesh, dtype, dispatcher, recompute, cp_comm_type)
     stages = mesh.stage_layers(shape.num_layers)
     routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
     chunks = []
@@ -116,7 +119,7 @@ def _chunk(
 
 
 def _layout(mesh: Mesh) -> LayoutConfig:
-    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "ep": mesh.ep, "etp": mesh.etp}
+    sizes = {"tp": mesh.tp, "pp": mesh.pp, "vpp": mesh.vpp, "cp": mesh.cp, "ep": mesh.ep, "etp": mesh.etp}
     return LayoutConfig(**sizes, sequence_parallel=mesh.sequence_parallel, **asdict(mesh.split))
 
 
@@ -147,6 +150,7 @@ def transformer_config(
     dtype: torch.dtype,
     dispatcher: Dispatcher = "alltoall",
     recompute: Recompute = NO_RECOMPUTE,
+    cp_comm_type: ContextExchange = "all_gather",
 ) -> TransformerConfig:
     """Megatron's configuration of a decoder without dropout."""
     kind, latent = (TransformerConfig, {}) if shape.latent is None else (MLATransformerConfig, _latent_config(shape))
@@ -176,6 +180,8 @@ def transformer_config(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
         **_virtual_config(mesh),
+        context_parallel_size=mesh.cp,
+        cp_comm_type=cp_comm_type if mesh.cp > 1 else None,
         sequence_parallel=mesh.sequence_parallel,
         variable_seq_lengths=mesh.pp > 1,
         # The default, allgather, refuses variable lengths even where there are no experts (0.16.1).

@@ -101,7 +101,7 @@ def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tu
 def gathered(parameter: StageParameter, mesh: Mesh, merge: Merge) -> list[Tensor]:
     """The shards of all (expert) TP ranks on the first of them (one where each holds the whole); empty elsewhere."""
     if parameter.expert is None:
-        copy, group = mesh.dp_rank, mesh.tp_group
+        copy, group = mesh.copy_rank, mesh.tp_group
     else:
         copy, group = mesh.expert_dp_rank, mesh.etp_group
     if copy != 0:

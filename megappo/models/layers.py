@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
+from megappo.models.context import ContextRow
 from megappo.models.scores import softcapped_attention
 
 
@@ -48,8 +49,8 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float | None, *, is_zero_cente
 class CoreAttention(nn.Module):
     """Causal attention of this rank's heads on `scaled_dot_product_attention`, with grouped KV heads.
 
-    Takes Megatron's `[s, b, heads, head_dim]`, or `[tokens, heads, head_dim]` with `PackedSeqParams`. Under context
-    parallelism a rank holds chunks r and 2c - 1 - r of the sequence; keys and values are gathered over the CP group.
+    Takes Megatron's `[s, b, heads, head_dim]`, or `[tokens, heads, head_dim]` with `PackedSeqParams`; under context
+    parallelism this rank's tokens (`experience/context.py`), and exchanges as `cp_comm_type` says (`context.py`).
     `window` and `softcap`, as in `ModelShape`, are set by `variants.py`.
     """
 
@@ -71,6 +72,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.cp_group = groups.cp
+        self.cp_comm_type = cp_comm_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -87,10 +89,11 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
-        if packed_seq_params is not None and query.dim() == 3:
-            return self._packed(query, key, value, packed_seq_params)
+        packing = packed_seq_params if query.dim() == 3 else None
         if self.cp_group.size() > 1:
-            key, value = self._whole_sequence(key), self._whole_sequence(value)
+            return self._shared(query, key, value, packing)
+        if packing is not None:
+            return self._packed(query, key, value, packing)
         mask = self._with_window(self._visible(query, key, attention_mask, attn_mask_type), query, key)
         is_causal = query.size(0) == key.size(0) and attn_mask_type is not AttnMaskType.no_mask
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -117,7 +120,6 @@ class CoreAttention(nn.Module):
 
         One call a sequence: nothing of the size tokens² exists, and no sequence's result depends on another's values.
         """
-        assert self.cp_group.size() == 1, "packed sequences under context parallelism need layers: te"
         lengths = packing.cu_seqlens_q.diff().tolist()
         parts = (tensor.split(lengths) for tensor in (query, key, value))
         contexts = []
@@ -127,6 +129,41 @@ class CoreAttention(nn.Module):
             contexts.append(self._attend(own_query, own_key, own_value, mask, is_causal=True))
         return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
 
+    def _shared(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
+        """Causal attention inside sequences whose tokens are shared by the context-parallel ranks.
+
+        One call a sequence, or a chunk of one to all keys up to its end: nothing is computed that the mask hides but on
+        the diagonal.
+        """
+        length = query.size(0) * self.cp_group.size()
+        row = ContextRow(self.cp_group, (0, length) if packing is None else tuple(packing.cu_seqlens_q.tolist()))
+        if self.cp_comm_type == "a2a":
+            query, key, value = map(row.heads_for_tokens, (query, key, value))
+            parts = row.sequences()
+        else:
+            key, value = row.gathered(key), row.gathered(value)
+            parts = row.chunks()
+        contexts = [self._causal(query[part.queries], key[part.keys], value[part.keys]) for part in parts]
+        context = torch.cat(contexts)
+        if self.cp_comm_type == "a2a":
+            context = row.tokens_for_heads(context)
+        return context.flatten(-2) if packing is None else context.flatten(-2)[:, None]
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[s, heads, head_dim]` or `[s, b, …]` of queries that are the last of the keys' positions → the same."""
+        if query.dim() == 3:
+            return self._causal(query[:, None], key[:, None], value[:, None])[:, 0]
+        if self.window is not None:
+            first = max(key.size(0) - query.size(0) - self.window + 1, 0)
+            key, value = key[first:], value[first:]
+        mask = self._with_window(None, query, key)
+        is_square = query.size(0) == key.size(0)
+        if mask is None and not is_square:
+            # With a kernel that knows this mask (CUDA's) it exists nowhere.
+            mask = causal_lower_right(query.size(0), key.size(0))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        return self._attend(query, key, value, mask, is_causal=is_square).permute(2, 0, 1, 3)
+
     def _visible(
         self,
         query: Tensor,
@@ -135,8 +172,6 @@ class CoreAttention(nn.Module):
         attn_mask_type: AttnMaskType | None,
     ) -> Tensor | None:
         """[queries, keys] bool, True where a query sees a key; None is the plain causal mask, or no mask at all."""
-        if self.cp_group.size() > 1:
-            return self._query_positions(query)[:, None] >= torch.arange(key.size(0), device=key.device)[None]
         if attention_mask is not None:
             return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         if query.size(0) == key.size(0) or attn_mask_type is AttnMaskType.no_mask:
@@ -152,23 +187,10 @@ class CoreAttention(nn.Module):
         if window == length and (self.softcap is None or mask is not None):
             return mask
         places = torch.arange(length, device=key.device)
-        own = self._query_positions(query) if self.cp_group.size() > 1 else places[length - query.size(0) :]
+        own = places[length - query.size(0) :]
         distance = own[:, None] - places[None]
         visible = (distance >= 0) & (distance < window)
         return visible if mask is None else mask & visible
-
-    def _query_positions(self, query: Tensor) -> Tensor:
-        """[s / cp] int64: places in the whole sequence of this CP rank's two chunks."""
-        size, rank, chunk = self.cp_group.size(), self.cp_group.rank(), query.size(0) // 2
-        place = torch.arange(chunk, device=query.device)
-        return torch.cat([place + rank * chunk, place + (2 * size - 1 - rank) * chunk])
-
-    def _whole_sequence(self, tensor: Tensor) -> Tensor:
-        """[s / cp, …] → [s, …] in natural order."""
-        size = self.cp_group.size()
-        gathered = gather_from_sequence_parallel_region(tensor, tensor_parallel_output_grad=True, group=self.cp_group)
-        chunks = gathered.chunk(2 * size, dim=0)
-        return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim=0)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to save."""

@@ -25,6 +25,8 @@ from megappo.models.router import Router, Routing
 Layers = Literal["auto", "te", "torch"]
 Dispatcher = Literal["alltoall", "allgather"]
 """How Megatron moves tokens between the ranks of an expert-parallel group."""
+ContextExchange = Literal["all_gather", "a2a"]
+"""What attention exchanges between context-parallel ranks: keys and values, or tokens for heads."""
 Experts = Literal["grouped", "sequential"]
 """All local experts of a layer in two parameters (`experts.py`), or Megatron's one module an expert."""
 
@@ -44,7 +46,7 @@ def block_spec(
         )
     if layers == "te" and not runtime.has_transformer_engine():
         raise ConfigError("model.layers: 'te', but Transformer Engine or a GPU is missing here; use 'auto' or 'torch'")
-    is_torch = layers == "torch" or shape.needs_torch_layers or not runtime.has_transformer_engine()
+    is_torch = not takes_te(layers, shape)
     layer = _torch_layer if is_torch else _te_layer
 
     def spec(number: int) -> ModuleSpec:
@@ -62,6 +64,20 @@ def block_spec(
     from megatron.core.extensions.transformer_engine import TENorm  # cannot be imported without Transformer Engine
 
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+
+
+def takes_te(layers: Layers, shape: ModelShape) -> bool:
+    """Whether the layers are Transformer Engine's."""
+    return layers != "torch" and not shape.needs_torch_layers and runtime.has_transformer_engine()
+
+
+def check_packed_exchange(layers: Layers, shape: ModelShape, cp_comm_type: ContextExchange) -> None:
+    """ConfigError where context-parallel ranks would gather packed sequences with Transformer Engine."""
+    if cp_comm_type == "all_gather" and takes_te(layers, shape):
+        raise ConfigError(
+            "model.cp_comm_type: 'all_gather', with which Transformer Engine takes no packed sequences "
+            "(model.use_remove_padding); set it to a2a, or model.layers to torch"
+        )
 
 
 def _te_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:

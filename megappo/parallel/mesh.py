@@ -15,18 +15,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.config.grid import TrainingGrid
-from megappo.config.layout import LayoutConfig
+from megappo.config.layout import LayoutConfig, sequence_alignment
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.errors import ConfigError
+from megappo.parallel.groups import own_group
 from megappo.parallel.meeting import meeting_store
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the grid `[pp, dp, tp]` of all ranks, and the groups along its axes.
+    """This rank's place in the grid `[pp, dp, cp, tp]` of all ranks, and the groups along its axes.
 
-    A group is a slice of the grid: `tp_group` varies the last index, `dp_group` the middle one, `pp_group` the first;
-    `model_parallel_group` is the slice of one dp index, the ranks that hold one copy of the model together.
+    A group is a slice of the grid: `tp_group` varies the last index, `cp_group` the one before, `dp_group` the second,
+    `pp_group` the first; `model_parallel_group` is the slice of one dp and cp index, the ranks that hold one copy of
+    the model together, and `sequence_group` that of one dp index, the ranks that work on the same sequences.
 
     The experts of a stage are laid over the same ranks as a grid `[expert dp, ep, etp]` (`TrainingGrid` has the ranks):
     `etp_group` cuts each expert, `ep_group` shares the experts, `expert_dp_group` holds copies of the same ones.
@@ -54,6 +56,10 @@ class Mesh:
     ep_group: ProcessGroup
     etp_group: ProcessGroup
     expert_dp_group: ProcessGroup
+    cp: int
+    cp_rank: int
+    cp_group: ProcessGroup
+    sequence_group: ProcessGroup
     split: PipelineSplit = EVEN
     vpp: int = 1
     """Virtual stages of each pipeline rank: model chunks that it holds."""
@@ -69,7 +75,12 @@ class Mesh:
     @property
     def training_grid(self) -> TrainingGrid:
         """The same grid as arithmetic on ranks, without groups."""
-        return TrainingGrid(tp=self.tp, pp=self.pp, dp=self.dp, ep=self.ep, etp=self.etp)
+        return TrainingGrid(tp=self.tp, pp=self.pp, dp=self.dp * self.cp, ep=self.ep, etp=self.etp)
+
+    @property
+    def copy_rank(self) -> int:
+        """Which copy of the dense weights this rank holds a shard of."""
+        return self.dp_rank * self.cp + self.cp_rank
 
     @property
     def world_group(self) -> ProcessGroup:
@@ -80,8 +91,8 @@ class Mesh:
 
     @property
     def grid(self) -> Tensor:
-        """[pp, dp, tp] int64: global ranks."""
-        return rank_grid(self.tp, self.pp, self.dp)
+        """[pp, dp, cp, tp] int64: global ranks."""
+        return rank_grid(self.tp, self.pp, self.dp, self.cp)
 
     @property
     def is_first_stage(self) -> bool:
@@ -94,17 +105,17 @@ class Mesh:
     @property
     def first_stage_rank(self) -> int:
         """Global rank of the first stage in this rank's pipeline."""
-        return int(self.grid[0, self.dp_rank, self.tp_rank])
+        return int(self.grid[0, self.dp_rank, self.cp_rank, self.tp_rank])
 
     @property
     def last_stage_rank(self) -> int:
         """Global rank of the last stage in this rank's pipeline."""
-        return int(self.grid[-1, self.dp_rank, self.tp_rank])
+        return int(self.grid[-1, self.dp_rank, self.cp_rank, self.tp_rank])
 
     @property
     def group_leader(self) -> int:
-        """Global rank of the first rank that holds this copy of the model."""
-        return int(self.grid[0, self.dp_rank, 0])
+        """Global rank of the first rank that works on this rank's sequences."""
+        return int(self.grid[0, self.dp_rank, 0, 0])
 
     @property
     def is_group_leader(self) -> bool:
@@ -118,15 +129,16 @@ class Mesh:
     @property
     def sequence_alignment(self) -> int:
         """Padded sequence lengths are multiples of this."""
-        return self.tp if self.sequence_parallel else 1
+        return sequence_alignment(self.tp, self.cp, self.sequence_parallel)
 
     def __str__(self) -> str:
         """The grid, one line a pipeline stage, one bracket a TP group; this rank is starred."""
         width = len(str(self.world_size - 1))
         experts = f", experts: ep {self.ep} × etp {self.etp}" if self.ep * self.etp > 1 else ""
         virtual = f", {self.vpp} virtual stages on each" if self.vpp > 1 else ""
-        lines = [f"{self.world_size} ranks = pp {self.pp} × dp {self.dp} × tp {self.tp}{virtual}{experts}"]
-        for stage, rows in enumerate(self.grid.tolist()):
+        copies = f"dp {self.dp}" if self.cp == 1 else f"dp {self.dp} × cp {self.cp}"
+        lines = [f"{self.world_size} ranks = pp {self.pp} × {copies} × tp {self.tp}{virtual}{experts}"]
+        for stage, rows in enumerate(self.grid.flatten(1, 2).tolist()):
             groups = []
             for row in rows:
                 ranks = [f"{rank:>{width}}{'*' if rank == self.rank else ' '}" for rank in row]
@@ -135,9 +147,9 @@ class Mesh:
         return "\n".join(lines)
 
 
-def rank_grid(tp: int, pp: int, dp: int) -> Tensor:
-    """[pp, dp, tp] int64: the global rank at each place, TP neighbours next to each other (Megatron's order)."""
-    return torch.arange(pp * dp * tp).reshape(pp, dp, tp)
+def rank_grid(tp: int, pp: int, dp: int, cp: int = 1) -> Tensor:
+    """[pp, dp, cp, tp] int64: the global rank at each place, TP neighbours next to each other (Megatron's order)."""
+    return torch.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
 
 
 def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
@@ -146,21 +158,23 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
     if world_size % model:
         valid = [size for size in (world_size // model * model, (world_size // model + 1) * model) if size > 0]
         raise ConfigError(
-            f"layout: tp {layout.tp} × pp {layout.pp} = {model} ranks a model copy do not divide the {world_size} "
+            f"layout: {layout.product('×')} = {model} ranks a model copy do not divide the {world_size} "
             f"ranks that were started; start {' or '.join(map(str, valid))} ranks"
         )
     dp = world_size // model
     if layout.dp is not None and layout.dp != dp:
         raise ConfigError(
-            f"layout.dp: {layout.dp} needs tp {layout.tp} × pp {layout.pp} × dp {layout.dp} = {model * layout.dp} "
+            f"layout.dp: {layout.dp} needs {layout.product('×')} × dp {layout.dp} = {model * layout.dp} "
             f"ranks, but {world_size} were started; set layout.dp={dp} or leave it out"
         )
     experts = layout.ep * layout.expert_tp
-    if layout.tp * dp % experts:
-        valid = [size for size in range(1, layout.tp * dp + 1) if layout.tp * dp % (size * layout.expert_tp) == 0]
+    stage = layout.tp * layout.cp * dp
+    if stage % experts:
+        valid = [size for size in range(1, stage + 1) if stage % (size * layout.expert_tp) == 0]
+        context = f"cp {layout.cp} × " if layout.cp > 1 else ""
         raise ConfigError(
             f"layout.ep: {layout.ep} × etp {layout.expert_tp} = {experts} ranks a copy of the experts do not divide "
-            f"the tp {layout.tp} × dp {dp} ranks of a pipeline stage; possible with this etp: "
+            f"the tp {layout.tp} × {context}dp {dp} ranks of a pipeline stage; possible with this etp: "
             f"{', '.join(map(str, valid)) or 'none, set layout.etp to null'}"
         )
     return dp
@@ -187,6 +201,7 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
@@ -194,6 +209,9 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+    model_parallel_group = parallel_state.get_model_parallel_group()
+    grid = rank_grid(layout.tp, layout.pp, dp, layout.cp)
+    sequence_groups = [grid[:, number].flatten().tolist() for number in range(dp)]
     mesh = Mesh(
         tp=layout.tp,
         pp=layout.pp,
@@ -208,7 +226,7 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
-        model_parallel_group=parallel_state.get_model_parallel_group(),
+        model_parallel_group=model_parallel_group,
         ep=layout.ep,
         etp=layout.expert_tp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -217,6 +235,10 @@ def start_mesh(layout: LayoutConfig, *, seed: int, timeout: timedelta) -> Mesh:
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
         expert_dp_group=parallel_state.get_expert_data_parallel_group(),
+        cp=layout.cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        sequence_group=model_parallel_group if layout.cp == 1 else own_group(sequence_groups),
         split=layout.split,
         vpp=layout.vpp,
     )
@@ -249,12 +271,13 @@ def _join_process_group(timeout: timedelta) -> None:
 
 def _check_groups(mesh: Mesh) -> None:
     """Megatron's groups are the slices of the grid that `Mesh` says they are."""
-    grid = mesh.grid
+    grid, pp, dp, cp, tp = mesh.grid, mesh.pp_rank, mesh.dp_rank, mesh.cp_rank, mesh.tp_rank
     slices = {
-        "tp": (mesh.tp_group, grid[mesh.pp_rank, mesh.dp_rank, :]),
-        "dp": (mesh.dp_group, grid[mesh.pp_rank, :, mesh.tp_rank]),
-        "pp": (mesh.pp_group, grid[:, mesh.dp_rank, mesh.tp_rank]),
-        "model-parallel": (mesh.model_parallel_group, grid[:, mesh.dp_rank, :].flatten()),
+        "tp": (mesh.tp_group, grid[pp, dp, cp, :]),
+        "cp": (mesh.cp_group, grid[pp, dp, :, tp]),
+        "dp": (mesh.dp_group, grid[pp, :, cp, tp]),
+        "pp": (mesh.pp_group, grid[:, dp, cp, tp]),
+        "model-parallel": (mesh.model_parallel_group, grid[:, dp, cp, :].flatten()),
     }
     for name, (group, expected) in slices.items():
         ranks = dist.get_process_group_ranks(group)
@@ -265,7 +288,7 @@ def _check_groups(mesh: Mesh) -> None:
 def _check_expert_groups(mesh: Mesh) -> None:
     """Megatron's ranks and groups are those that `TrainingGrid` computes."""
     grid, rank = mesh.training_grid, mesh.rank
-    places = (mesh.pp_rank, mesh.dp_rank, mesh.tp_rank, mesh.expert_dp_rank, mesh.ep_rank, mesh.etp_rank)
+    places = (mesh.pp_rank, mesh.copy_rank, mesh.tp_rank, mesh.expert_dp_rank, mesh.ep_rank, mesh.etp_rank)
     computed = (
         grid.stage(rank), grid.dp_rank(rank), grid.tp_rank(rank), grid.expert_dp_rank(rank), grid.ep_rank(rank),
         grid.etp_rank(rank),

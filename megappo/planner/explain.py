@@ -55,7 +55,7 @@ def _length_line(config: ExperimentConfig) -> str:
 
 def _layout_line(config: ExperimentConfig, dp: int) -> str:
     layout = config.layout
-    line = f"tp {layout.tp} · pp {layout.pp} · dp {dp} = {_count(layout.model_parallel_size * dp, 'rank', 'ranks')}"
+    line = f"{layout.product()} · dp {dp} = {_count(layout.model_parallel_size * dp, 'rank', 'ranks')}"
     line += f", {layout.vpp} virtual stages on each" if layout.vpp > 1 else ""
     aligned = f", sequences padded to multiples of {layout.sequence_alignment}" if layout.sequence_alignment > 1 else ""
     experts = f", experts over ep {layout.ep} · etp {layout.expert_tp}" if layout.ep * layout.expert_tp > 1 else ""

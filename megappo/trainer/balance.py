@@ -61,7 +61,7 @@ class Balance:
 
     def _moved(self, batch: ExperienceBatch, dealt: Sequence[Sequence[int]]) -> ExperienceBatch:
         owner = {position: dp_rank for dp_rank, positions in enumerate(dealt) for position in positions}
-        peers = self.mesh.grid[self.mesh.pp_rank, :, self.mesh.tp_rank].tolist()
+        peers = self.mesh.grid[self.mesh.pp_rank, :, self.mesh.cp_rank, self.mesh.tp_rank].tolist()
         sends: list[tuple[int, ...]] = [()] * self.mesh.world_size
         receives = [0] * self.mesh.world_size
         own = batch.positions.tolist()

@@ -17,8 +17,9 @@ from megappo.config.preferences import DPOConfig
 from megappo.data.preferences import PreferencePair
 from megappo.engines.training import LossTerm, ModelEngine, UpdateReport
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
 from megappo.trainer.loop import Step
+from megappo.workers.cutting import Cutter
 from megappo.workers.pairs import chosen_and_rejected, pair_means, sequence_sums, summed
 from megappo.workers.policy import LogProbs
 from megappo.workers.reference import ReferenceWorker
@@ -117,5 +118,5 @@ def log_probs_of(batch: ExperienceBatch, policy: ModelEngine, log_probs: LogProb
     DPO's implicit reward of a token is `β · (these − ref_log_probs)`, that of a response the sum over its tokens.
     """
     mesh = policy.mesh
-    micros = micro_batches(batch, micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
+    micros = Cutter(mesh, micro_batch_size)(batch).micros
     return policy.per_token(micros, log_probs)

@@ -14,6 +14,7 @@ from megappo.engines.training import Loss, TrainingEngine, UpdateReport
 from megappo.errors import ExitCode
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.parallel.context import context_cut
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import MiniBatchPlan
 from megappo.trainer.experience_metrics import global_tokens
@@ -65,6 +66,7 @@ class OfflineTrainer:
                     self.plan.micro_batch * self.task.sequences_per_row,
                     alignment=self.mesh.sequence_alignment,
                     device=self.mesh.device,
+                    context=context_cut(self.mesh),
                 )
                 step.record(self.task.metrics(self.engine.update(micros, self.task.loss(batch))))
             step.finish(global_tokens(batch, self.mesh))

@@ -14,7 +14,7 @@ from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.chunks import StageModel
 from megappo.models.import_hf import import_hf
-from megappo.models.spec import Experts, Layers
+from megappo.models.spec import ContextExchange, Experts, Layers
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, check_files, load_role
@@ -72,6 +72,7 @@ class PolicySource:
         head: Head | None = None,
         layers: Layers = "auto",
         experts: Experts = "grouped",
+        cp_comm_type: ContextExchange = "all_gather",
     ) -> tuple[StageModel, ModelSpec]:
         """Like `load`, with the head that the source has, or `head`."""
         head = head or self.head
@@ -79,7 +80,9 @@ class PolicySource:
         role = "actor" if head == "lm" else "reward_model"
         lora = read_state(self.checkpoint).get("lora", {}).get(role) if self.checkpoint is not None else None
         layers = layers if lora is None else "torch"
-        model = build_model(spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts)
+        model = build_model(
+            spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts, cp_comm_type=cp_comm_type
+        )
         if lora is not None:
             attach_lora(model, spec, mesh, LoraConfig.model_validate(lora), head, seed=0)
         if self.checkpoint is None:

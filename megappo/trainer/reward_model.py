@@ -13,8 +13,9 @@ from megappo.data.preferences import PreferencePair
 from megappo.engines.training import LossTerm, ModelEngine, UpdateReport
 from megappo.errors import DataError
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.micro import MicroBatch, micro_batches
+from megappo.experience.micro import MicroBatch
 from megappo.trainer.loop import Step
+from megappo.workers.cutting import Cutter
 from megappo.workers.pairs import chosen_and_rejected, pair_means, sequence_sums, summed
 from megappo.workers.scores import scored_batch, scores_at_tokens
 
@@ -76,7 +77,7 @@ class RewardModelMeasure:
 
     def __call__(self, pairs: Sequence[EncodedPair]) -> PairLoss:
         batch, mesh = encoded_batch(pairs, self.pad_id), self.model.mesh
-        micros = micro_batches(batch, self.micro_batch_size, alignment=mesh.sequence_alignment, device=mesh.device)
+        micros = Cutter(mesh, self.micro_batch_size)(batch).micros
         scores = summed(batch, self.model.per_token(micros, scores_at_tokens))
         return bradley_terry_loss(*chosen_and_rejected(scores))
 

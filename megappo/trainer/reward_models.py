@@ -57,8 +57,9 @@ def _reward_model(config: ExperimentConfig, part: RewardPartConfig, where: str, 
     encoder = ConversationEncoder(tokenizer, part.apply_chat_template, f"{where}.apply_chat_template")
     settings = config.model
     model, spec = source.load_any(
-        mesh, DTYPES[settings.dtype], head="value", layers=settings.layers, experts=settings.experts
-    )
+        mesh, DTYPES[settings.dtype], head="value", layers=settings.layers, experts=settings.experts,
+        cp_comm_type=settings.cp_comm_type,
+    )  # fmt: skip
     return RewardModel(
         part=part.name,
         engine=ModelEngine(model, mesh),
@@ -80,8 +81,9 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
         if source.head != "lm":
             raise DataError(f"{where}.{setting}: {path} is a reward model's checkpoint; give the one of a policy")
         model, spec = source.load_any(
-            mesh, DTYPES[config.model.dtype], head="lm", layers=config.model.layers, experts=config.model.experts
-        )
+            mesh, DTYPES[config.model.dtype], head="lm", layers=config.model.layers, experts=config.model.experts,
+            cp_comm_type=config.model.cp_comm_type,
+        )  # fmt: skip
         if spec.shape.vocab_size != vocab_size:
             raise DataError(
                 f"{where}.{setting}: {path} has a vocabulary of {spec.shape.vocab_size} tokens, and "

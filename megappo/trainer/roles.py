@@ -25,6 +25,7 @@ from megappo.models.chunks import StageModel
 from megappo.models.import_hf import import_hf
 from megappo.models.router import Capacity
 from megappo.models.sharded import Shards
+from megappo.models.spec import check_packed_exchange
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 
@@ -111,10 +112,14 @@ class RoleBuilder:
     ) -> StageModel:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
+        settings = self.config.model
+        if self.mesh.cp > 1 and settings.use_remove_padding and not has_lora:
+            check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type)
         model = build_model(
             spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
             layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,
             dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
+            cp_comm_type=self.config.model.cp_comm_type,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         moe, routing = self.config.model.moe, routing_of(model)

@@ -46,7 +46,7 @@ class Delivery:
 def plan_delivery(
     rank: int, grid: Tensor, replicas: Replicas, dealt: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
 ) -> Delivery:
-    """`grid` is the mesh's [pp, dp, tp] of ranks, `dealt` the positions of each replica, `wanted` those of each
+    """`grid` is the mesh's [pp, dp, …] of ranks, `dealt` the positions of each replica, `wanted` those of each
     data-parallel rank, all of whose ranks receive them.
     """
     holders = [grid[:, dp_rank].flatten().tolist() for dp_rank in range(len(wanted))]

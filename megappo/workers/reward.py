@@ -65,7 +65,7 @@ class RewardWorker:
         by_model = {name: model.score(samples) for name, model in self._models.items()}
         is_leader = self._mesh.is_group_leader
         here: ScoredBatch | RewardError | None = self._score_here(samples, by_model) if is_leader else None
-        outcome = broadcast_object(here, self._mesh.model_parallel_group, self._mesh.group_leader)
+        outcome = broadcast_object(here, self._mesh.sequence_group, self._mesh.group_leader)
         if isinstance(outcome, RewardError):
             raise outcome
         assert isinstance(outcome, ScoredBatch), "the leader of a model-parallel group scores or says why not"

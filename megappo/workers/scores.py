@@ -33,6 +33,6 @@ def score_place(token_ids: Sequence[int], pad_id: int | None) -> int:
 
 
 def scores_at_tokens(output: Tensor, micro: MicroBatch) -> Tensor:
-    """[b, s, 1] output of a value head → [b, s] float32, 0 but at the token that each sequence's score is read at."""
-    mask = micro.response_mask
-    return torch.where(mask, output[..., 0].float(), 0.0)
+    """[b, s / cp, 1] output of a value head → [b, s] float32, 0 but at the tokens that scores are read at."""
+    mask = micro.local(micro.response_mask)
+    return micro.whole(torch.where(mask, output[..., 0].float(), 0.0))

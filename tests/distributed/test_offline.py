@@ -41,6 +41,7 @@ TWO_RANKS = {
     "pp2": f"layout.pp=2,{PACKED}",
     "dp2-fsdp": "actor.fsdp.enable=true,ref.fsdp.enable=true",
 }
+CONTEXT_RANKS = {"cp2": "layout.cp=2", "cp2-a2a": f"layout.cp=2,model.cp_comm_type=a2a,{PACKED}"}
 EIGHT_RANKS = {
     "tp2-pp2-dp2": "layout.tp=2,layout.pp=2,layout.sequence_parallel=true,actor.ppo_micro_batch_size_per_gpu=1"
 }
@@ -146,6 +147,15 @@ def test_eight_ranks_give_the_curve_of_one(folder: Path, one: Results) -> None:
     eight = run(folder, runs_of(folder, layout, overrides), 8)
     for kind in KINDS:
         assert_same(eight, one, kind, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", CONTEXT_RANKS)
+def test_context_parallel_ranks_give_the_curve_of_one(folder: Path, one: Results, layout: str) -> None:
+    two = run(folder, runs_of(folder, layout, CONTEXT_RANKS[layout]) | {"score:classifier": "layout.cp=2"}, 2)
+    for kind in KINDS:
+        assert_same(two, one, kind, layout)
+    assert two.told["score:classifier"]["scores"] == pytest.approx(one.told["score:classifier"]["scores"], abs=1e-5)
 
 
 def test_a_resumed_run_gives_the_curve_of_a_whole_one(one: Results) -> None:

@@ -45,6 +45,9 @@ TWO_RANKS = {
     "dp2-fsdp-options": f"{LEAN_CUT},model.recompute_num_layers=2",
     "tp2-sp-dynamic": f"layout.tp=2,layout.sequence_parallel=true,{DYNAMIC}",
     "pp2-vpp2+threes": f"{VIRTUAL},{ODD}",
+    "cp2": "layout.cp=2",
+    "cp2-a2a": "layout.cp=2,model.cp_comm_type=a2a",
+    "cp2-packed": f"layout.cp=2,{PACKED}",
 }
 FOUR_RANKS = {
     "tp2-pp2": "layout.tp=2,layout.pp=2",
@@ -55,6 +58,7 @@ FOUR_RANKS = {
     "pp2-vpp2-dp2-dynamic": (
         f"{VIRTUAL},{DYNAMIC},actor.ppo_max_token_len_per_gpu=45,critic.ppo_max_token_len_per_gpu=80"
     ),
+    "cp2-tp2-sp": "layout.cp=2,layout.tp=2,layout.sequence_parallel=true",
 }
 BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": VIRTUAL}
 LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]

@@ -17,6 +17,7 @@ LAYOUTS = {
     "tp1": [],
     "tp2+sp": ["layout.tp=2", "layout.sequence_parallel=true"],
     "pp2": ["layout.pp=2"],
+    "cp2": ["layout.cp=2", "model.cp_comm_type=a2a", "model.use_remove_padding=true"],
 }
 
 

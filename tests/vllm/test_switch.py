@@ -24,13 +24,14 @@ class Case:
     tp: int
     generation_tp: int
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     weights: Literal["load", "direct"] = "load"
     seed_per_request: bool = True
 
     @property
     def num_ranks(self) -> int:
-        return max(self.tp * self.pp, self.ep)
+        return max(self.tp * self.pp * self.cp, self.ep)
 
     def make_model(self, folder: Path) -> Path:
         # Heads of 32, the smallest that vLLM attends to on a CPU; a vocabulary that has padding.
@@ -44,7 +45,18 @@ class Case:
         return tiny_tokenizer(folder, vocab_size=100)
 
     def arguments(self, model: Path, export: Path) -> tuple[object, ...]:
-        sizes = ("--tp", self.tp, "--pp", self.pp, "--ep", self.ep, "--generation-tp", self.generation_tp)
+        sizes = (
+            "--tp",
+            self.tp,
+            "--pp",
+            self.pp,
+            "--cp",
+            self.cp,
+            "--ep",
+            self.ep,
+            "--generation-tp",
+            self.generation_tp,
+        )
         seeds = ["--seed-per-request"] if self.seed_per_request else []
         return ("--model", model, "--export", export, *sizes, "--weights", self.weights, *seeds)
 
@@ -68,6 +80,7 @@ CASES = {
     "gemma2 tp2 to two replicas": Case("gemma2", tied=True, tp=2, generation_tp=1),
     "phi3 tp2 to tp2, direct": Case("phi3", tied=False, tp=2, generation_tp=2, weights="direct"),
     "tp2 to tp2, direct": Case("qwen2", tied=True, tp=2, generation_tp=2, weights="direct", seed_per_request=False),
+    "cp2 to tp2, direct": Case("qwen3", tied=False, tp=1, cp=2, generation_tp=2, weights="direct"),
     "ep2 to tp2, direct": Case("qwen3_moe", tied=False, tp=1, ep=2, generation_tp=2, weights="direct"),
     "mixtral tp2 ep2 to tp2, direct": Case("mixtral", tied=False, tp=2, ep=2, generation_tp=2, weights="direct"),
     "deepseek_v2 pp2 to tp2": Case("deepseek_v2", tied=False, tp=1, pp=2, generation_tp=2),
@@ -151,6 +164,7 @@ def test_replicas_are_strided_over_the_training_grid(outcomes: dict[str, Outcome
         "tp2 pp2 to tp4": [[0, 2, 1, 3]],
         "ep2 to tp2": [[0, 1]],
         "tp2 to tp2, direct": [[0, 1]],
+        "cp2 to tp2, direct": [[0, 1]],
         "ep2 to tp2, direct": [[0, 1]],
         "gemma2 tp2 to two replicas": [[0], [1]],
         "phi3 tp2 to tp2, direct": [[0, 1]],
@@ -222,6 +236,7 @@ def test_bytes_of_a_switch(outcome: Outcome) -> None:
         "tp2 to two replicas": all_but_five_norms,
         "ep2 to tp2": 2 * 2 * EXPERT_BYTES,
         "tp2 to tp2, direct": 0,
+        "cp2 to tp2, direct": 0,
         "ep2 to tp2, direct": 2 * 2 * EXPERT_BYTES // 2,
     }.get(outcome.name)
     if received is not None:

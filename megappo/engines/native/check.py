@@ -9,7 +9,6 @@ from megappo.models.families.base import ModelShape
 def check_model(config: TransformerConfig) -> None:
     """ConfigError where the model or its layout needs more than attention to the whole cached context on TP and PP."""
     unsupported = {
-        "context parallelism": config.context_parallel_size > 1,
         "expert parallelism": config.expert_model_parallel_size > 1,
         "experts cut over data-parallel ranks": config.tensor_model_parallel_size
         % (config.expert_tensor_parallel_size or 1)

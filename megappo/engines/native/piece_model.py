@@ -46,7 +46,7 @@ def build_piece_model(
     `mesh` is the training layout, of which only what both layouts share is read.
     """
     size = ranks.tp_group.size()
-    layout = replace(mesh, tp=size, pp=1, vpp=1, ep=1, etp=1, sequence_parallel=False)
+    layout = replace(mesh, tp=size, pp=1, vpp=1, cp=1, ep=1, etp=1, sequence_parallel=False)
     # Without experts: theirs is a module that asks Megatron for nothing.
     config = transformer_config(replace(shape, moe=None), layout, dtype)
     groups = ProcessGroupCollection(tp=ranks.tp_group, pp=ranks.pp_group, cp=ranks.pp_group, embd=None)

@@ -35,8 +35,8 @@ class DecodingRanks:
             tp_group=mesh.tp_group,
             pp_group=mesh.pp_group,
             tp_order=tuple(range(mesh.tp)),
-            drawing_rank=int(mesh.grid[-1, mesh.dp_rank, 0]),
-            sequence_alignment=mesh.sequence_alignment,
+            drawing_rank=int(mesh.grid[-1, mesh.dp_rank, mesh.cp_rank, 0]),
+            sequence_alignment=mesh.tp if mesh.sequence_parallel else 1,
         )
 
     @property

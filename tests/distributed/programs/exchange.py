@@ -176,7 +176,7 @@ def main() -> None:
         replicas = Replicas(tuple(map(tuple, groups)))
         everyone: list[Any] = [None] * 4
         dist.all_gather_object(everyone, run_case(mesh, replicas, received))
-        results[name] = {"groups": groups, "grid": mesh.grid.tolist(), "ranks": everyone}
+        results[name] = {"groups": groups, "grid": mesh.grid.flatten(1, 2).tolist(), "ranks": everyone}
         results["switch metrics"] = switch_metrics(mesh)
         # The default group stays: torchrun's store does not take a second one with the same names.
         parallel_state.destroy_model_parallel()

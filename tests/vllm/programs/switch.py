@@ -31,6 +31,7 @@ from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
 from megappo.models.stage_parameters import stage_parameters
 from megappo.parallel.collectives import gather_objects
+from megappo.parallel.context import context_cut
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 
 MAX_MODEL_LEN = 256
@@ -41,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--export", type=Path)
-    for name in ("tp", "pp", "ep", "generation-tp"):
+    for name in ("tp", "pp", "cp", "ep", "generation-tp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--weights", choices=["load", "direct"], default="load")
     parser.add_argument("--seed-per-request", action="store_true")
@@ -50,7 +51,11 @@ def main() -> None:
     arguments = parser.parse_args()
     has_experts = read_model(arguments.model).shape.moe is not None  # whose training asks for it
     layout = LayoutConfig(
-        tp=arguments.tp, pp=arguments.pp, ep=arguments.ep, sequence_parallel=arguments.tp > 1 and has_experts
+        tp=arguments.tp,
+        pp=arguments.pp,
+        cp=arguments.cp,
+        ep=arguments.ep,
+        sequence_parallel=arguments.tp > 1 and has_experts,
     )
     mesh = start_mesh(layout, seed=0, timeout=timedelta(minutes=2))
     config = RolloutConfig(
@@ -155,7 +160,11 @@ def recomputed(on: Setup, prompt: Sequence[int], response: Sequence[int], temper
         hidden = torch.empty(length // mesh.sequence_alignment, 1, on.spec.shape.hidden_size)
         dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
         on.model.set_input_tensor(hidden)
-    output = on.model(padded, torch.arange(length)[None], None)
+    cut, ends = context_cut(mesh), torch.tensor([0, length])
+    if mesh.cp == 1:
+        output = on.model(padded, torch.arange(length)[None], None)
+    else:
+        output = cut.whole(on.model(cut.local(padded, ends), cut.local(torch.arange(length)[None], ends), None), ends)
     if not mesh.is_last_stage:
         dist.send(output.contiguous(), group=mesh.pp_group, group_dst=mesh.pp_rank + 1)
     log_probs = torch.empty(len(response))
