@@ -113,7 +113,7 @@ class OneRank:
 def test_virtual_stages_cut_a_multiple_of_pp(vpp: int, tokens: list[int]) -> None:
     """Sequences of 3, 1, 4 and 2 tokens in micro-batches of 4: three hold them, and two ranks with virtual stages take
     four."""
-    mesh: Any = SimpleNamespace(pp=2, vpp=vpp, dp_group=OneRank(), device=CPU, sequence_alignment=1)
+    mesh: Any = SimpleNamespace(pp=2, vpp=vpp, cp=1, dp_group=OneRank(), device=CPU, sequence_alignment=1)
     cut = Cutter(mesh, 1, packed=True, max_tokens=4)(batch())
     assert sorted(micro.rows.num_tokens for micro in cut.micros) == tokens
 
