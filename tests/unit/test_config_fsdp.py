@@ -22,6 +22,7 @@ def found(folder: Path, overrides: str, **model: object) -> list[str]:
     ("overrides", "expected"),
     [
         (f"{ACTOR} layout.pp=2", "actor.fsdp.enable: true: parameters are cut on one pipeline stage alone, and layout.pp is 2; set layout.pp to 1 (layout.tp cuts layers too), or set it to false, and actor.optim.use_distributed_optimizer to true"),
+        (f"{ACTOR} layout.cp=2", "actor.fsdp.enable: true: parameters are cut over data-parallel ranks alone, and layout.cp is 2; set layout.cp to 1, or set it to false, and actor.optim.use_distributed_optimizer to true"),
         (f"{REF} layout.pp=2 actor.use_kl_loss=true", "ref.fsdp.enable: true: parameters are cut on one pipeline stage alone, and layout.pp is 2; set layout.pp to 1 (layout.tp cuts layers too), or leave it out"),
         (f"{ACTOR} model.lora.rank=8", "actor.fsdp.enable: true: frozen weights with adapters are not cut, and model.lora.rank is 8; adapters need no gradients and moments of the rest: leave it out, or set the rank to 0"),
         (f"{CRITIC} critic.offload.grads=true", "critic.fsdp.enable: true: what is cut stays on the device, and critic.offload.grads is true; leave one of them out; without cutting, set it to false, and critic.optim.use_distributed_optimizer to true"),

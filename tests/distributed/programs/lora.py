@@ -26,6 +26,7 @@ from megappo.models.attach_lora import Merge
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.lora import adapters, adapters_off
+from megappo.models.recompute import keep_gradient_path
 from megappo.models.stage_parameters import stage_parameters
 from megappo.parallel.mesh import start_mesh, stop_mesh
 from megappo.trainer.build import build_ppo
@@ -109,6 +110,7 @@ def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
 def recomputed_equal(optimizer: Optimizer, tokens: Tensor) -> bool:
     """Whether adapters have the same gradients where layers are computed again in the backward pass."""
     model = optimizer.wrapped.module
+    model.embedding.register_forward_hook(keep_gradient_path)  # as in a model that is built with recompute
     gradients = []
     for granularity in (None, "full"):
         model.config.recompute_granularity = granularity
