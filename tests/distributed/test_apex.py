@@ -30,7 +30,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(experiment: Path, run: Path, *words: str, python_path: str = "") -> str:
-    words = ("layout.tp=2", "trainer.total_steps=4", "trainer.save_freq=2", f"trainer.run_dir={run}", *words)
+    words = ("trainer.total_steps=4", "trainer.save_freq=2", f"trainer.run_dir={run}", *words)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [python_path, str(ROOT)]))}
     return succeed("train", experiment, *words, **environment).out
 
