@@ -95,9 +95,10 @@ class Optimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     @property
-    def kind(self) -> type[torch.optim.Optimizer]:
-        """The class that steps the shards: torch's AdamW, or Apex's or Transformer Engine's FusedAdam."""
-        return type(next(self._inner()))
+    def kinds(self) -> list[type[torch.optim.Optimizer]]:
+        """The classes that step the shards: torch's AdamW, or Apex's or Transformer Engine's FusedAdam. None where
+        nothing on this rank is trained."""
+        return [type(inner) for inner in self._inner()]
 
     @property
     def num_steps(self) -> int:

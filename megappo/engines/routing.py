@@ -50,6 +50,7 @@ class LocalTokens:
 
     @classmethod
     def of(cls, micro: MicroBatch, mesh: Mesh) -> LocalTokens:
+        """Of the rank's part of a micro-batch, which context and sequence parallelism have cut, in this order."""
         batch, length = micro.token_ids.shape
         flat = micro.flat(torch.arange(batch * length, device=mesh.device).view(batch, length))
         row, position = flat // length, flat % length

@@ -58,6 +58,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        """Log-probs [tokens] of `targets` and entropies, of the logits at `rows`."""
         columns = _Columns(logits, vocab_size, temperature, tp_group)
         tokens = rows.shape[0]
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -82,6 +83,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The gradient of the logits, chunk by chunk in one buffer of their type."""
         logits, rows, targets, log_normalizer, entropy = ctx.saved_tensors
         columns: _Columns = ctx.columns
         grad_log_probs, grad_entropy = grads
@@ -136,6 +138,7 @@ class _VocabParallelKL(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         chunk_tokens: int,
     ) -> Tensor:
+        """[tokens]: the KL of the logits at `rows` to the reference's."""
         columns = _Columns(logits, vocab_size, temperature, tp_group)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         kl = torch.zeros(rows.shape[0], dtype=dtype, device=logits.device)
@@ -153,6 +156,7 @@ class _VocabParallelKL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The gradient of the logits, chunk by chunk in one buffer of their type."""
         logits, ref_logits, rows, normalizers, kl = ctx.saved_tensors
         columns: _Columns = ctx.columns
         (grad_kl,) = grads

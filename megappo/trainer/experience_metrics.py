@@ -36,6 +36,7 @@ class _Reductions:
         self.maxima["-" + name] = float((-values).max()) if values.numel() else float("-inf")
 
     def reduced(self) -> dict[str, float]:
+        """Means, maxima and minima over all data-parallel ranks, equal on each. A collective call over them."""
         pairs = sum_over(self.mesh.dp_group, self.mesh.device)(
             torch.tensor(list(self.sums.values()), dtype=torch.float64)
         )

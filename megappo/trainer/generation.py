@@ -11,12 +11,13 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.hybrid import CHECK_LIMITS
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine, unwrapped
+from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
 from megappo.environments.load import load_environment
 from megappo.models.architecture import ModelSpec
+from megappo.models.chunks import unwrapped
 from megappo.models.routing import moe_layers
 from megappo.models.sharded import whole_parameters
 from megappo.parallel.mesh import Mesh

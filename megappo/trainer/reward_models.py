@@ -77,6 +77,7 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
     vocab_size = read_model(Path(config.model.path)).shape.vocab_size
 
     def engine(setting: str, path: str) -> ModelEngine:
+        """A policy that is only run forward; `setting` is the key that names it, for messages."""
         source = PolicySource.of(path)
         if source.head != "lm":
             raise DataError(f"{where}.{setting}: {path} is a reward model's checkpoint; give the one of a policy")

@@ -95,7 +95,7 @@ class RoleBuilder:
         model = self._model(path, head, self.config.model.recompute, lora, setting)
         if config.fsdp.enable:
             role = "actor" if isinstance(config, ActorConfig) else "critic"
-            Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")
+            Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")  # cuts the model, which keeps them
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe
@@ -116,13 +116,12 @@ class RoleBuilder:
         if self.mesh.cp > 1 and settings.use_remove_padding and not has_lora:
             check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type)
         model = build_model(
-            spec, self.mesh, dtype=DTYPES[self.config.model.dtype],
-            layers="torch" if has_lora else self.config.model.layers, head=head, experts=self.config.model.experts,
-            dispatcher=self.config.model.moe.dispatcher, recompute=recompute,
-            cp_comm_type=self.config.model.cp_comm_type,
+            spec, self.mesh, dtype=DTYPES[settings.dtype], layers="torch" if has_lora else settings.layers, head=head,
+            experts=settings.experts, dispatcher=settings.moe.dispatcher, recompute=recompute,
+            cp_comm_type=settings.cp_comm_type,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
-        moe, routing = self.config.model.moe, routing_of(model)
+        moe, routing = settings.moe, routing_of(model)
         if routing is not None and moe.capacity_factor is not None:
             routing.capacity = Capacity(moe.capacity_factor, moe.token_drop_policy)
         if lora is not None and has_lora:

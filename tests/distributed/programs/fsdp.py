@@ -3,29 +3,26 @@ what each rank holds, and what is exported before the first step."""
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
-import argparse
 import json
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
-from megappo.engines.native_rollout import unwrapped
 from megappo.engines.training import ModelEngine
 from megappo.models.build import read_model
+from megappo.models.chunks import unwrapped
 from megappo.models.export_hf import export_hf
 from megappo.models.sharded import shards_of
 from megappo.parallel.collectives import gather_objects
-from megappo.parallel.mesh import start_mesh, stop_mesh
+from megappo.parallel.mesh import start_mesh
 from megappo.trainer.build import build_ppo
 from megappo.workers.critic import CriticWorker
 from megappo.workers.reference import ReferenceWorker
-from tests.distributed.programs.offload import digest
+from tests.distributed.programs.offload import digest, main
 
 KINDS = ("params", "grads", "optimizer")
 
@@ -80,20 +77,5 @@ def run_once(file: str, overrides: list[str]) -> dict[str, Any]:
     return {"ranks": result, "metrics": [json.loads(line) for line in lines]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--runs", nargs="+", required=True, help="NAME=override,override …")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    results = {}
-    for run in arguments.runs:
-        name, _, overrides = run.partition("=")
-        results[name] = run_once(arguments.config, re.split(r",(?![^\[]*\])", overrides))
-    if dist.get_rank() == 0:
-        arguments.out.write_text(json.dumps(results))
-    stop_mesh()
-
-
 if __name__ == "__main__":
-    main()
+    main(run_once)

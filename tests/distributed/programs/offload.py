@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def run_once(file: str, overrides: list[str]) -> dict[str, Any]:
     return {"ranks": result, "metrics": [json.loads(line) for line in lines]}
 
 
-def main() -> None:
+def main(run_once: Callable[[str, list[str]], dict[str, Any]]) -> None:
+    """Runs `run_once(file, overrides)` for each of `--runs`, one after the other, and writes what it returns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--runs", nargs="+", required=True, help="NAME=override,override …")
@@ -75,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run_once)
