@@ -76,7 +76,7 @@ def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, fl
     if result.returncode:
         if NOT_ENOUGH in result.stderr:
             return "does not fit"
-        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-4000:]}")
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-6000:]}")
     last: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return last
 

@@ -64,7 +64,7 @@ def run_layout(options: argparse.Namespace, layout: str, run_dir: Path) -> list[
         command = random_run.command(options.file, ranks, words)
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-6000:]}")
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -35,10 +35,6 @@ from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.families.published import PUBLISHED
 from megappo.parallel.mesh import Mesh, start_mesh
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}  # fmt: skip
 MAX_MODEL_LEN = 1024
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=256, ignore_eos=True)
 
@@ -71,7 +67,7 @@ def write_config(folder: Path, options: argparse.Namespace) -> Path:
     config = dict(PUBLISHED[options.shape])
     if options.layers:
         config["num_hidden_layers"] = options.layers
-    config |= {"architectures": [ARCHITECTURES[config["model_type"]]], "torch_dtype": options.dtype}
+    config["torch_dtype"] = options.dtype
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

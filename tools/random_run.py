@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `write_experiment` reads beside the shape and the number of steps."""
     parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
+    parser.add_argument("--experts", type=int, help="another number of experts than the shape has")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with two responses each")
     parser.add_argument("--lengths", type=int, nargs=2, default=[512, 512], help="tokens of a prompt and of a response")
     parser.add_argument("--micro-batch", type=int, default=8, help="sequences of an update's micro-batch")
@@ -55,6 +56,10 @@ def write_experiment(folder: Path, options: argparse.Namespace) -> Path:
     config = dict(PUBLISHED[options.shape]) | {"torch_dtype": "bfloat16"}
     if options.layers:
         config["num_hidden_layers"] = options.layers
+    if options.experts:
+        if "num_experts" not in config:
+            raise SystemExit(f"--experts: {options.shape} has none; give a shape such as qwen3-30b-a3b")
+        config["num_experts"] = options.experts
     (model / "config.json").write_text(json.dumps(config))
     prompt_length, response_length = options.lengths
     draw = random.Random(0)
