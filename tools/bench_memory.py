@@ -21,6 +21,7 @@ import random_run  # beside this file
 from megappo.models.families.published import PUBLISHED
 
 PHASES = ("rollout", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
+COLUMNS = (*PHASES, "whole run", "on the host", "s/step")
 RECOMPUTE = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
 OPTIMIZERS = ["actor.offload.optimizer=true", "critic.offload.optimizer=true"]
 OFFLOAD = [
@@ -57,15 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="keep each case's metrics here")
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every case")
     options = parser.parse_args(arguments)
-    rows: dict[str, dict[str, float] | str] = {}
+    print(f"{options.shape}, {options.prompts * 2} sequences of {sum(options.lengths)} tokens, GiB")
+    print("| case | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
         file = random_run.write_experiment(folder, options)
         for case in options.cases:
-            print(f"{case} …", file=sys.stderr, flush=True)
-            rows[case] = measure(file, folder / case, [*CASES[case], *options.overrides])
-    print(f"{options.shape}, {options.prompts * 2} sequences of {sum(options.lengths)} tokens, GiB")
-    print(table(rows))
+            print(row(case, measure(file, folder / case, [*CASES[case], *options.overrides])), flush=True)
     return 0
 
 
@@ -81,19 +80,14 @@ def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, fl
     return last
 
 
-def table(rows: Mapping[str, Mapping[str, float] | str]) -> str:
-    """A row a case: the peak of each phase, the peak of the run, what waits on the host, seconds of the step."""
-    columns = [*PHASES, "whole run", "on the host", "s/step"]
-    lines = ["| case | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for case, row in rows.items():
-        if isinstance(row, str):
-            lines.append(f"| {case} | {row} |" + " |" * (len(columns) - 1))
-            continue
-        host = max((value for name, value in row.items() if name.endswith("/host")), default=0.0)
-        cells = [gib(row.get(f"memory/{phase}/peak")) for phase in PHASES]
-        cells += [gib(row["perf/peak_memory_bytes"]), gib(host), f"{row['time/step']:.1f}"]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def row(case: str, figures: Mapping[str, float] | str) -> str:
+    """Of a case: the peak of each phase, the peak of the run, what waits on the host, seconds of the step."""
+    if isinstance(figures, str):
+        return f"| {case} | {figures} |" + " |" * (len(COLUMNS) - 1)
+    host = max((value for name, value in figures.items() if name.endswith("/host")), default=0.0)
+    cells = [gib(figures.get(f"memory/{phase}/peak")) for phase in PHASES]
+    cells += [gib(figures["perf/peak_memory_bytes"]), gib(host), f"{figures['time/step']:.1f}"]
+    return f"| {case} | " + " | ".join(cells) + " |"
 
 
 def gib(count: float | None) -> str:

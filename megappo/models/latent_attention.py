@@ -34,8 +34,20 @@ class WholeLinear(nn.Module):
         return functional.linear(hidden, self.weight), None
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's, with whole down projections."""
+class SpecifiedLatentAttention(MLASelfAttention):
+    """Megatron's, made of the modules that its specification names.
+
+    megatron-core 0.19 would exchange some for others, after `qk_layernorm` of the configuration: with queries that are
+    not compressed it norms them, which DeepSeek-V2-Lite does not, or it norms neither them nor keys and values.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+class LatentAttention(SpecifiedLatentAttention):
+    """With whole down projections."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)

@@ -1,12 +1,13 @@
 """Torch layers for Megatron's layer spec where Transformer Engine is missing: RMSNorm and core attention.
 
 Megatron's own local layers refuse sequence parallelism, packed sequences and context parallelism; these two allow them.
-Which layers a model gets is decided in `spec.py`. Of packed sequences the attention takes one after another, without a
-mask: many short ones are faster with Transformer Engine.
+Which layers a model gets is decided in `spec.py`. Packed sequences go through PyTorch's kernel for sequences of varied
+lengths where it takes them (a GPU, half precision), and one after another elsewhere; neither writes out a mask.
 """
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,9 +18,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
 from megappo.models.context import ContextRow
 from megappo.models.scores import softcapped_attention
+
+# torch 2.13 wants to be told of grouped KV heads, 2.11 takes them unasked.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -118,8 +125,10 @@ class CoreAttention(nn.Module):
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
         """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, 1, …]`.
 
-        One call a sequence: nothing of the size tokens² exists, and no sequence's result depends on another's values.
+        Nothing of the size tokens² exists, and no sequence's result depends on another's values.
         """
+        if self._has_kernel(query, value):
+            return self._with_kernel(query, key, value, packing).flatten(1)[:, None]
         lengths = packing.cu_seqlens_q.diff().tolist()
         parts = (tensor.split(lengths) for tensor in (query, key, value))
         contexts = []
@@ -128,6 +137,21 @@ class CoreAttention(nn.Module):
             own_query, own_key, own_value = (tensor.transpose(0, 1)[None] for tensor in own)
             contexts.append(self._attend(own_query, own_key, own_value, mask, is_causal=True))
         return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
+
+    def _has_kernel(self, query: Tensor, value: Tensor) -> bool:
+        """Whether PyTorch's kernel for sequences of varied lengths (Flash Attention) computes this attention."""
+        takes_tensors = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        takes_sizes = query.size(-1) == value.size(-1) <= 256 and query.size(-1) % 8 == 0
+        return takes_tensors and takes_sizes and self.softcap is None and not (self.training and self.dropout)
+
+    def _with_kernel(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
+        """`[tokens, heads, head_dim]` of all packed sequences in one call, without waiting for the device."""
+        before = -1 if self.window is None else self.window - 1  # keys that a query sees before its own; -1: all
+        context: Tensor = varlen_attn(
+            query, key, value, packing.cu_seqlens_q, packing.cu_seqlens_kv, packing.max_seqlen_q, packing.max_seqlen_kv,
+            scale=self.softmax_scale, window_size=(before, 0), **_GROUPED_HEADS,
+        )  # type: ignore[assignment]  # fmt: skip
+        return context
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Causal attention inside sequences whose tokens are shared by the context-parallel ranks.

@@ -143,6 +143,7 @@ class Router(TopKRouter):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         shared: Routing,
+        **_: Any,  # megatron-core 0.19 also says that a layer is none of multi-token prediction, 0.16.1 does not
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.shared = shared

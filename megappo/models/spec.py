@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megappo.errors import ConfigError
 from megappo.models.experts import GroupedExperts
 from megappo.models.families.base import ModelShape
-from megappo.models.latent_attention import LatentAttention
+from megappo.models.latent_attention import LatentAttention, SpecifiedLatentAttention
 from megappo.models.layers import CoreAttention, RMSNorm
 from megappo.models.router import Router, Routing
 
@@ -82,9 +82,13 @@ def check_packed_exchange(layers: Layers, shape: ModelShape, cp_comm_type: Conte
 
 def _te_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     is_latent = shape.latent is not None
-    return get_gpt_layer_with_transformer_engine_spec(
+    spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, qk_layernorm=shape.qk_norm or is_latent, multi_latent_attention=is_latent
     )
+    if not is_latent:
+        return spec
+    attention = replace(spec.submodules.self_attention, module=SpecifiedLatentAttention)
+    return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
 
 
 def _torch_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:

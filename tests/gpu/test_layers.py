@@ -13,21 +13,23 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
 ]
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 @pytest.mark.skipif(not runtime.has_transformer_engine(), reason="Transformer Engine is not installed")
 def test_transformer_engines_layers_against_torchs(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "num_heads": 4, "num_layers": 4, "dtype": torch.bfloat16}
-    for family in ("llama", "qwen2", "qwen3", "qwen3_moe"):
+    for family in FAMILIES:
         tiny_model(tmp_path / "models" / family, family, **sizes)
     results = run_ranks(
         "tests.distributed.programs.layers", "--models", tmp_path / "models", "--kinds", "te", "torch", nproc=1,
         torchrun=True,
     )  # fmt: skip
-    assert results.keys() == {"llama", "qwen2", "qwen3", "qwen3_moe"}
+    assert results.keys() == set(FAMILIES)
     for family, found in results.items():
         print(family, found)
         rounding = found["to float32"]["torch"]
         assert rounding > 0
         assert found["to float32"]["te"] <= 2 * rounding and found["between"] <= 2 * rounding
+        assert max(found["packed"].values()) <= 2 * rounding
         assert min(found["saved and exported"]) > 10

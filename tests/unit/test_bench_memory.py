@@ -10,7 +10,7 @@ bench = load_tool("bench_memory")
 
 def test_cases_are_sound_experiments(tmp_path: Path) -> None:
     options = bench.argparse.Namespace(
-        shape="tiny-qwen3", layers=2, prompts=4, lengths=[24, 16], micro_batch=4, steps=3
+        shape="tiny-qwen3", layers=2, experts=None, prompts=4, lengths=[24, 16], micro_batch=4, steps=3
     )  # fmt: skip
     file = bench.random_run.write_experiment(tmp_path, options)
     loaded = {
@@ -23,11 +23,10 @@ def test_cases_are_sound_experiments(tmp_path: Path) -> None:
     assert len({config.model_dump_json() for config in loaded.values()}) == len(bench.CASES)
 
 
-def test_table() -> None:
+def test_rows() -> None:
     gib = 2.0**30
     peaks = {f"memory/{phase}/peak": place * gib for place, phase in enumerate(bench.PHASES)}
     row = peaks | {"perf/peak_memory_bytes": 5.5 * gib, "memory/rollout/host": gib, "memory/values/host": 2 * gib}
-    text = bench.table({"plain": row | {"time/step": 1.25}, "big": "does not fit"})
-    plain, big = text.splitlines()[2:]
+    plain, big = bench.row("plain", row | {"time/step": 1.25}), bench.row("big", "does not fit")
     assert plain == "| plain | 0.00 | 1.00 | 2.00 | 3.00 | 4.00 | 5.00 | 5.50 | 2.00 | 1.2 |"
     assert big.startswith("| big | does not fit |") and big.count("|") == plain.count("|")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megappo.config.checks import check_experiment
@@ -20,9 +19,9 @@ from megappo.experience.context import ContextCut, natural_order, zigzag_places
 from megappo.experience.cut import TokenParts, cut_by_tokens
 from megappo.experience.micro import micro_batches
 from megappo.experience.packed import PackedMicroBatch, packed_micro_batches
-from megappo.models import context, layers, spec
+from megappo.models import context, spec
 from megappo.models.architecture import check_exchanged_heads
-from megappo.models.layers import CoreAttention
+from tests.support.attention import ALONE, core_attention, packing_of
 from tests.support.experiments import write_experiment
 
 CPU = torch.device("cpu")
@@ -110,26 +109,17 @@ class InTurn:
         return self._rank
 
 
-def core_attention(group: Any, exchange: str | None, window: int | None) -> CoreAttention:
-    groups: Any = SimpleNamespace(cp=group)
-    config: Any = SimpleNamespace(attention_dropout=0.0)
-    made = CoreAttention(config, 1, layers.AttnMaskType.causal, "self", cp_comm_type=exchange, pg_collection=groups)
-    made.window = window
-    return made
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("lengths", [[16], [4, 12]])
 def test_gathered_attention_of_a_rank_is_that_of_one_rank(
     lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float64, with 4 heads and 2 KV heads; the other rank's keys and values are put in the place of a gather."""
-    ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    packing = packing_of(lengths)
+    ends = packing.cu_seqlens_q
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(16, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    alone = SimpleNamespace(size=lambda: 1)
-    expected = core_attention(alone, None, window)(query, key, value, None, packed_seq_params=packing)
+    expected = core_attention(ALONE, None, window)(query, key, value, None, packed_seq_params=packing)
     for rank in range(2):
         own = zigzag_places(ends, 2, rank)
         whole = iter((key, value))

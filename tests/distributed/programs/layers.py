@@ -1,7 +1,7 @@
 """One kind of layers against another on the same weights: log-probs, checkpoints and exports.
 
-`--kinds te torch`: for each case under `--models`, rank 0 writes the mean differences of log-probs in bfloat16, and how
-many tensors one kind saved and the other exported, all of the same bits.
+`--kinds te torch`: for each case under `--models`, rank 0 writes the mean differences of log-probs in bfloat16,
+padded and packed, and how many tensors one kind saved and the other exported, all of the same bits.
 """
 
 import argparse
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megappo.config.layout import LayoutConfig
+from megappo.models.architecture import ModelSpec
 from megappo.models.build import build_model, read_model
 from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
@@ -23,7 +24,7 @@ from megappo.models.spec import Layers
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
 from megappo.trainer.policy_source import PolicySource
-from tests.distributed.programs.log_probs import forward
+from tests.distributed.programs.log_probs import forward, packed_and_alone
 from tests.support.model_cases import tokens
 
 
@@ -48,6 +49,7 @@ def compare(folder: Path, kinds: list[Layers], mesh: Mesh, scratch: Path) -> dic
     return {
         "between": float((first - second).abs().mean()),
         "to float32": {kind: float((numbers - exact).abs().mean()) for kind, numbers in rounded.items()},
+        "packed": {kind: packed_difference(folder, kind, mesh) for kind in kinds},
         "saved and exported": [
             moved(folder, writer, reader, mesh, scratch / f"{folder.name}-{number}")
             for number, (writer, reader) in enumerate(permutations(kinds))
@@ -57,13 +59,27 @@ def compare(folder: Path, kinds: list[Layers], mesh: Mesh, scratch: Path) -> dic
 
 def log_probs(folder: Path, kind: Layers, mesh: Mesh, dtype: torch.dtype) -> Tensor:
     """[3, 23] float32 of `tokens()`."""
-    spec = read_model(folder)
-    model = build_model(spec, mesh, dtype=dtype, layers=kind, head="lm").eval()
-    import_hf(model, spec, mesh)
+    spec, model = imported(folder, kind, mesh, dtype)
     logits = forward(model, mesh)
     assert logits is not None
     labels = tokens()[:, 1:, None].to(logits.device)
     return logits[:, :-1, : spec.shape.vocab_size].float().log_softmax(-1).gather(-1, labels)[..., 0].cpu()
+
+
+def packed_difference(folder: Path, kind: Layers, mesh: Mesh) -> float:
+    """Mean difference of log-probs in bfloat16 between packed sequences and the same ones alone."""
+    spec, model = imported(folder, kind, mesh, torch.bfloat16)
+    packed, alone = (
+        logits[..., : spec.shape.vocab_size].float().log_softmax(-1) for logits in packed_and_alone(model, mesh)
+    )
+    return float((packed - alone).abs().mean())
+
+
+def imported(folder: Path, kind: Layers, mesh: Mesh, dtype: torch.dtype) -> tuple[ModelSpec, nn.Module]:
+    spec = read_model(folder)
+    model = build_model(spec, mesh, dtype=dtype, layers=kind, head="lm").eval()
+    import_hf(model, spec, mesh)
+    return spec, model
 
 
 def moved(folder: Path, writer: Layers, reader: Layers, mesh: Mesh, scratch: Path) -> int:

@@ -164,12 +164,18 @@ def forward(model: nn.Module, mesh: Mesh) -> Tensor | None:
 
 @torch.no_grad()
 def check_packed(mesh: Mesh, folder: Path) -> float:
-    """Three sequences packed into one row give the logits of each alone, cut out of padded ones."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm").eval()
     import_hf(model, spec, mesh)
+    packed, alone = packed_and_alone(model, mesh)
+    return float((packed - alone).abs().max())
+
+
+@torch.no_grad()
+def packed_and_alone(model: nn.Module, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """[24, vocabulary] logits of three sequences packed into one row, and those of each alone, out of padded ones."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     padded = forward(model, mesh)
     assert padded is not None
     lengths = (7, 12, 5)
@@ -180,8 +186,7 @@ def check_packed(mesh: Mesh, folder: Path) -> float:
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=12, max_seqlen_kv=12
     )
     packed = model(packed_ids, positions, None, packed_seq_params=packing)
-    alone = torch.cat([padded[row, :length] for row, length in enumerate(lengths)])
-    return float((packed[0] - alone).abs().max())
+    return packed[0], torch.cat([padded[row, :length] for row, length in enumerate(lengths)])
 
 
 def check_vocab(mesh: Mesh) -> dict[str, float]:
