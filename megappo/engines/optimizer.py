@@ -138,12 +138,11 @@ class Optimizer:
     def load_state(self, state: dict[str, Any]) -> None:
         """Moments and the number of steps come from the checkpoint; rates, their course and AdamW's constants stay
         those of the configuration, which may have changed (a longer run, another rate)."""
-        settings = [
-            {name: group[name] for name in _SETTINGS if name in group} for group in self._optimizer.param_groups
-        ]
+        # Before it is loaded: megatron-core 0.19 looks for a group with the very rates of ours.
+        for ours in self._optimizer.param_groups[:1]:  # they are the same in all
+            for group in _groups_of(state["optimizer"]):
+                group.update({name: ours[name] for name in _SETTINGS if name in ours})
         self._optimizer.load_state_dict(state["optimizer"])
-        for group, ours in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(ours)
         self._schedule.load_state_dict(state["schedule"])
 
     def _gradient_buffers(self) -> Iterable[Tensor]:
@@ -235,6 +234,14 @@ def _refuse_ranks_without_experts(has_experts: list[int], pp: int, virtual: Sequ
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's reductions of gradients over ranks, without its division: losses here have global denominators."""
     finalize_model_grads(model, None, **options)
+
+
+def _groups_of(state: Any) -> Iterator[dict[str, Any]]:
+    """The parameter groups in the state of an optimizer, or of several that Megatron chains."""
+    if isinstance(state, dict):
+        yield from state.get("param_groups", ())
+        for value in state.values():
+            yield from _groups_of(value)
 
 
 def _schedule(optimizer: Any, config: OptimConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -92,12 +92,12 @@ class ExpertRouting:
 
     def begin(self, micro: MicroBatch, *, is_update: bool, counts: bool = True) -> None:
         """The next forward of the stage, or of one of its chunks, is that of `micro`. `counts`: its tokens are
-        asked about."""
+        asked about. The token of a micro-batch without sequences has no part in losses and statistics either way."""
         tokens = LocalTokens.of(micro, self._mesh)
         recorded = micro.rows.routed_experts if self.takes_over else None
         is_token = tokens.is_token()
         local = MicroRouting(
-            is_token if counts else torch.zeros_like(is_token),
+            is_token if counts and not micro.rows.is_nothing else torch.zeros_like(is_token),
             None if recorded is None else tokens.scattered(recorded),
             keeps=self._kept is not None and counts,
         )

@@ -126,6 +126,11 @@ class ExperienceBatch:
         return len(self.token_ids)
 
     @property
+    def is_nothing(self) -> bool:
+        """One token and no response: what a micro-batch has where there are no sequences for it (`cut.nothing_like`)."""
+        return self.num_tokens == 1 and not bool(self.response_mask.any())
+
+    @property
     def lengths(self) -> Tensor:
         """Tokens of each sequence, [B]."""
         return self.cu_seqlens.diff()

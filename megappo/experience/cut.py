@@ -85,7 +85,9 @@ def nothing_like(batch: ExperienceBatch) -> ExperienceBatch:
     fields: dict[str, Tensor | None] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        fields[field.name] = value if value is None else value.new_zeros((1, *value.shape[1:]))
+        # An expert's number that is none: the router chooses.
+        filler = -1 if field.name == "routed_experts" else 0
+        fields[field.name] = value if value is None else value.new_full((1, *value.shape[1:]), filler)
     fields["cu_seqlens"] = torch.tensor([0, 1])
     return ExperienceBatch(**fields)  # type: ignore[arg-type]
 

@@ -36,6 +36,7 @@ def test_results_come_back_in_order() -> None:
     empty = cut.micros[-1]
     assert (empty.num_sequences, empty.rows.num_tokens, bool(empty.response_mask.any())) == (1, 1, False)
     assert empty.view("values").tolist() == [[0, 0]] and empty.rows.get("scores").tolist() == [0]
+    assert [micro.rows.is_nothing for micro in cut.micros] == [False] * 4 + [True] * 2
     both = cut_by_tokens(batch(), parts.fewest, alignment=2, device=CPU)
     for each in (cut, both):
         flat = torch.cat([micro.flat(micro.view("values")) for micro in each.micros])
@@ -43,6 +44,14 @@ def test_results_come_back_in_order() -> None:
     assert both.micros[0].token_ids.tolist() == [[5, 6, 7, 13, 14, 0]]
     assert both.micros[0].position_ids.tolist() == [[0, 1, 2, 0, 1, 0]]
     assert both.micros[0].rows.positions.tolist() == [0, 3]
+
+
+def test_an_empty_part_takes_no_expert_over() -> None:
+    """Its router chooses: experts by twos of zeros would be one expert twice."""
+    routed = torch.arange(2 * 10 * 2, dtype=torch.int16).view(10, 2, 2)
+    with_experts = batch().fill(routed_experts=routed)
+    cut = cut_by_tokens(with_experts, TokenParts.of(with_experts, limit=5).of_number(6), alignment=2, device=CPU)
+    assert cut.micros[-1].rows.get("routed_experts").tolist() == [[[-1, -1], [-1, -1]]]
 
 
 def test_parts_of_a_larger_number_that_are_over_the_limit_are_not_taken() -> None:
