@@ -127,7 +127,7 @@ class ExperienceBatch:
 
     @property
     def is_nothing(self) -> bool:
-        """One token and no response: what a micro-batch has where there are no sequences for it (`cut.nothing_like`)."""
+        """One token and no response: all that a micro-batch without sequences has (`cut.nothing_like`)."""
         return self.num_tokens == 1 and not bool(self.response_mask.any())
 
     @property
