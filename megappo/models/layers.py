@@ -94,7 +94,7 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Context `[s, b, heads · head_dim]`, packed `[tokens, 1, …]`. True in `attention_mask` hides a key."""
+        """Context `[s, b, heads · head_dim]`, packed `[tokens, …]`. True in `attention_mask` hides a key."""
         assert attention_bias is None, "this attention takes no bias; use layers: te"
         packing = packed_seq_params if query.dim() == 3 else None
         if self.cp_group.size() > 1:
@@ -123,12 +123,12 @@ class CoreAttention(nn.Module):
         )
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
-        """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, 1, …]`.
+        """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, …]`.
 
         Nothing of the size tokens² exists, and no sequence's result depends on another's values.
         """
         if self._has_kernel(query, value):
-            return self._with_kernel(query, key, value, packing).flatten(1)[:, None]
+            return self._with_kernel(query, key, value, packing).flatten(1)
         lengths = packing.cu_seqlens_q.diff().tolist()
         parts = (tensor.split(lengths) for tensor in (query, key, value))
         contexts = []
@@ -136,7 +136,7 @@ class CoreAttention(nn.Module):
             mask = self._with_window(None, own[0], own[1])
             own_query, own_key, own_value = (tensor.transpose(0, 1)[None] for tensor in own)
             contexts.append(self._attend(own_query, own_key, own_value, mask, is_causal=True))
-        return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)[:, None]
+        return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)
 
     def _has_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether PyTorch's kernel for sequences of varied lengths (Flash Attention) computes this attention."""
@@ -171,7 +171,7 @@ class CoreAttention(nn.Module):
         context = torch.cat(contexts)
         if self.cp_comm_type == "a2a":
             context = row.tokens_for_heads(context)
-        return context.flatten(-2) if packing is None else context.flatten(-2)[:, None]
+        return context.flatten(-2)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`[s, heads, head_dim]` or `[s, b, …]` of queries that are the last of the keys' positions → the same."""

@@ -25,7 +25,7 @@ def test_outputs_and_gradients(heads: int, kv_heads: int, head_dim: int, window:
     given = [random(heads), random(kv_heads), random(kv_heads)]
     attention, packing = core_attention(ALONE, None, window), packing_of(LENGTHS, "cuda")
     assert attention._has_kernel(given[0], given[2])
-    grad = torch.randn(sum(LENGTHS), 1, heads * head_dim, generator=generator, device="cuda").to(torch.bfloat16)
+    grad = torch.randn(sum(LENGTHS), heads * head_dim, generator=generator, device="cuda").to(torch.bfloat16)
     output = attention(*given, None, packed_seq_params=packing)
     output.backward(grad)
     exact = [tensor.detach().double().requires_grad_() for tensor in given]

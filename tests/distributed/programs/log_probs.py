@@ -79,7 +79,8 @@ def check_layout(mesh: Mesh, models: Path, exports: Path) -> dict[str, float]:
         differences[sequential] = check_language_model(mesh, models / case, exports / sequential, "sequential")
     differences[MOE_VALUE_MODEL] = check_value_model(mesh, models / MOE_VALUE_MODEL, exports / MOE_VALUE_MODEL)
     if mesh.pp == 1:
-        differences["packed experts"] = check_packed(mesh, models / "qwen3_moe")
+        cases = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+        differences["packed experts"] = max(check_packed(mesh, models / case) for case in cases)
     if mesh.ep * mesh.etp == 1:
         differences |= check_dense(mesh, models, exports)
     return {name: max(gather_objects(value, dist.group.WORLD)) for name, value in differences.items()}
