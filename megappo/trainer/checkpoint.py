@@ -27,6 +27,7 @@ from megappo.config.checkpoint_folder import (
     BEST,
     LATEST,
     MANIFEST,
+    MODEL_FILES,
     STATE,
     check_same_model,
     complete_checkpoints,
@@ -47,9 +48,6 @@ from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
-
-MODEL_FILES = "model"
-"""Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 
 
 @dataclass(frozen=True)
