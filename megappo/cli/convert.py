@@ -19,7 +19,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--merged", action="store_true", help="write the whole model, low-rank adapters merged into it")
     add_layout(
         parser,
-        dp="copies of the dense weights; experts are shared over them (default: the fewest that hold all experts)",
+        dp="copies of the dense weights, which share the experts (default: the fewest that hold all experts)",
         runs_model=False,
     )
     parser.set_defaults(run=run)

@@ -24,7 +24,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )  # fmt: skip
     add_layout(
         parser,
-        dp="copies of the model, which share the prompts (default: as many as the ranks hold)",
+        dp="copies of the dense weights, which share prompts and experts (default: as many as the ranks hold)",
         default="the experiment's",
     )
     parser.set_defaults(run=run)
@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     loaded = read_arguments(arguments, *overrides)
     num_ranks = world_size(loaded, arguments.nproc)
     config = loaded.config
-    raise_errors(as_options(check_evaluation(config, num_ranks), settings), loaded.locations)
+    # Of the flag nothing is typed where it is missing; it is what --tp then asks for.
+    missing = {"sequence_parallel"} if "tp" in settings and not config.layout.sequence_parallel else set()
+    raise_errors(as_options(check_evaluation(config, num_ranks), {*settings, *missing}), loaded.locations)
     if not config.data.has_val_files:
         raise ConfigError(
             "data.val_files: is empty, and there is nothing to evaluate on; for example [data/test.jsonl]"

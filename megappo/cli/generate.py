@@ -32,7 +32,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--no-chat-template", action="store_true", help="give the model the prompt as it stands")
     parser.add_argument("--json", action="store_true", help="print one JSON object a response")
     add_dtype(parser)
-    add_layout(parser, dp="copies of the model, which share the prompts (default: the fewest that hold all experts)")
+    add_layout(
+        parser,
+        dp="copies of the dense weights, which share prompts and experts (default: the fewest that hold all experts)",
+    )
     parser.set_defaults(run=run)
 
 

@@ -113,7 +113,9 @@ def _as_option(problem: Problem, names: Collection[str]) -> Problem:
         return replace(problem, reason=reason, remedy=remedy)
     if problem.value in ("true", "false"):  # a flag, which has no value to set
         head = path if problem.value == "true" else f"{path} is missing"
-        remedy = remedy.replace("set it to true", "add it").replace("set it to false", "leave it out")
+        remedy = remedy.replace("set it to true, or", "add it, or set").replace(
+            "set it to false, or", "leave it out, or set"
+        )
     else:
         head = f"{path} {problem.value}"
     return replace(problem, path=head, value=None, reason=reason, remedy=remedy)

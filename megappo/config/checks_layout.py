@@ -109,7 +109,7 @@ def world_problems(layout: LayoutConfig, world_size: int | None) -> list[Problem
         return [Problem("layout.tp", str(layout.tp), reason, remedy)]
     if layout.dp is not None and layout.dp * model_parallel != world_size:
         reason = f"{product} · dp {layout.dp} = {layout.dp * model_parallel} ranks, and {world_size} are started"
-        remedy = f"{world_size // model_parallel} or null fit this world size"
+        remedy = f"set it to {world_size // model_parallel}, or leave it out"
         return [Problem("layout.dp", str(layout.dp), reason, remedy)]
     return _stage_problems(layout, world_size // model_parallel)
 

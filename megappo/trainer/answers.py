@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from megappo.config.grid import generation_problem
+from megappo.config.grid import TrainingGrid, generation_problem
 from megappo.config.hybrid import HybridConfig
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.native.check import generation_size_fits
@@ -23,22 +23,22 @@ MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 8192
 
 
-def replica_size(shape: ModelShape, mesh: Mesh) -> int | None:
+def replica_size(shape: ModelShape, training: TrainingGrid) -> int | None:
     """Ranks that generate together; None where they do so on the shards as they lie.
 
     The native engine decodes on no experts that data-parallel ranks share: then all ranks that hold one copy of the
     experts, of all stages, are one replica, or as many of them as the model's heads, rows and experts divide over.
     """
-    if mesh.ep == 1 and mesh.tp % mesh.etp == 0:
+    if training.ep == 1 and training.tp % training.etp == 0:
         return None
-    whole = lcm(mesh.tp, mesh.ep * mesh.etp) * mesh.pp
+    whole = lcm(training.tp, training.ep * training.etp) * training.pp
     sizes = [size for size in range(1, whole + 1) if whole % size == 0 and generation_size_fits(shape, size)]
-    return max(size for size in sizes if generation_problem(mesh.training_grid, size) is None)
+    return max(size for size in sizes if generation_problem(training, size) is None)
 
 
 def answering_engine(model: StageModel, spec: ModelSpec, mesh: Mesh, tokenizer: Tokenizer) -> RolloutEngine:
     """The native engine around a policy that is not trained. A collective call."""
-    size = replica_size(spec.shape, mesh)
+    size = replica_size(spec.shape, mesh.training_grid)
     if size is None:
         return NativeRolloutEngine(
             model,
