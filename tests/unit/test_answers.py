@@ -4,14 +4,10 @@ import pytest
 
 from megappo.config.grid import GenerationGrid, TrainingGrid
 from megappo.models.families import FAMILIES
+from megappo.models.families.published import PUBLISHED
 from megappo.trainer.answers import replica_size
 
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False,
-}  # fmt: skip
+QWEN3_30B_A3B = dict(PUBLISHED["qwen3-30b-a3b"])
 QWEN2_57B_A14B = QWEN3_30B_A3B | {
     "model_type": "qwen2_moe", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_experts": 64, "moe_intermediate_size": 2560,
