@@ -28,10 +28,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Refuses what can't be converted, then converts on ranks of its own. Raises UserError."""
     facts = model_facts("--from", arguments.source)
-    settings = typed_settings(arguments)
-    if facts is not None and facts.num_experts is not None and settings.get("tp", 1) > 1:
-        settings["sequence_parallel"] = True  # Megatron builds no experts without it; weights are the same
-    layout, num_ranks = checked_layout(arguments.source, facts, LayoutConfig.model_validate(settings))
+    typed = LayoutConfig.model_validate(typed_settings(arguments))
+    layout, num_ranks = checked_layout(arguments.source, facts, typed)
     target = Path(arguments.target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"--to {target}: exists and is not empty; give a new folder")

@@ -42,8 +42,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Reads prompts and options, then generates on ranks of its own. Raises UserError."""
     facts = model_facts("--model", arguments.model)
-    settings = typed_settings(arguments)
-    layout, num_ranks = checked_layout(arguments.model, facts, LayoutConfig.model_validate(settings))
+    typed = LayoutConfig.model_validate(typed_settings(arguments))
+    layout, num_ranks = checked_layout(arguments.model, facts, typed)
     prompts = tuple(arguments.prompt) if arguments.prompt else read_prompts(Path(arguments.prompts))
     try:
         request = GenerateRequest(

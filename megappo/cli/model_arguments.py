@@ -43,7 +43,7 @@ def add_layout(parser: argparse.ArgumentParser, *, dp: str, default: str = "1", 
     if runs_model:
         group.add_argument(
             "--sequence-parallel", action="store_const", const=True,
-            help="shard norms and residuals over the TP ranks; a model with experts needs it with --tp over 1",
+            help="shard norms and residuals over the TP ranks, which then send each token to its experts once",
         )  # fmt: skip
 
 

@@ -156,10 +156,15 @@ def expert_layout_problems(layout: LayoutConfig, folder: str, facts: ModelFacts)
         reason = f"does not divide the {rows} rows (moe_intermediate_size) of an expert of {folder}"
         remedy = choices(nearest(layout.expert_tp, 1, rows, lambda size: rows % size == 0))
         problems.append(Problem("layout.etp", str(layout.etp), reason, remedy))
-    if layout.tp > 1 and not layout.sequence_parallel:
-        reason = f"{folder} has experts, and with tp {layout.tp} every rank would send them the same tokens"
-        problems.append(Problem("layout.sequence_parallel", "false", reason, "set it to true, or layout.tp to 1"))
     return problems
+
+
+def _token_problems(layout: LayoutConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    """Experts that would be trained on each token several times."""
+    if facts.num_experts is None or layout.tp == 1 or layout.sequence_parallel:
+        return []
+    reason = f"{folder} has experts, and with tp {layout.tp} every rank would send them the same tokens"
+    return [Problem("layout.sequence_parallel", "false", reason, "set it to true, or layout.tp to 1")]
 
 
 def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -177,7 +182,7 @@ def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     layout = config.layout
     problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
-    problems += expert_layout_problems(layout, folder, facts)
+    problems += expert_layout_problems(layout, folder, facts) + _token_problems(layout, folder, facts)
     if facts.max_positions is not None and config.max_length > facts.max_positions:
         left = facts.max_positions - config.data.max_prompt_length
         reason = (

@@ -187,7 +187,7 @@ def test_evaluate_lays_options_over_the_layout_and_asks_nothing_of_training(
     for options, expected in (
         (("--ep", 3), "--ep 3: does not divide the 8 experts of "),
         (("--ep", 2, "--nproc", 3), "--ep 2: times etp 1 does not divide the tp 1 · dp 3 = 3 ranks of a stage"),
-        (("--tp", 3), "--sequence-parallel is missing: "),
+        (("--tp", 3), "every rank would send them the same tokens; add it, or set --tp to 1\n"),
         (("layout.tp=5",), "layout.tp: 5 (command line): does not divide the 12 attention heads"),
     ):
         code, _, err = typed(capsys, *words, *options)
@@ -219,8 +219,8 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Aske
     ("options", "layout"),
     [
         ("--ep 2", LayoutConfig(ep=2, dp=2)),
-        ("--ep 2 --tp 3", LayoutConfig(tp=3, ep=2, dp=2, sequence_parallel=True)),
-        ("--ep 8 --tp 3 --etp 3", LayoutConfig(tp=3, ep=8, etp=3, dp=8, sequence_parallel=True)),
+        ("--ep 2 --tp 3", LayoutConfig(tp=3, ep=2, dp=2)),
+        ("--ep 8 --tp 3 --etp 3", LayoutConfig(tp=3, ep=8, etp=3, dp=8)),
         ("--pp 2 --ep 4 --dp 8", LayoutConfig(pp=2, ep=4, dp=8)),
         ("--dp 3", LayoutConfig(dp=3)),
     ],
@@ -238,9 +238,12 @@ def test_layout_of_experts(
         assert typed(capsys, *words) == (0, "", "")
         assert isinstance(asked.request, ConvertRequest) and asked.request.layout == layout
         assert asked.num_ranks == layout.model_parallel_size * layout.dp
-    flag = ["--sequence-parallel"] if layout.tp > 1 else []
-    assert typed(capsys, "generate", "--model", tmp_path / "model", "--prompt", "a", *options.split(), *flag)[0] == 0
+    assert typed(capsys, "generate", "--model", tmp_path / "model", "--prompt", "a", *options.split())[0] == 0
     assert isinstance(asked.request, GenerateRequest) and asked.request.layout == layout
+    flag = layout.tp > 1
+    words = ("generate", "--model", tmp_path / "model", "--prompt", "a", *options.split(), "--sequence-parallel")
+    assert typed(capsys, *words)[0] == (ExitCode.DONE if flag else ExitCode.BAD_INPUT)
+    assert not flag or asked.request.layout == layout.model_copy(update={"sequence_parallel": True})
 
 
 @pytest.mark.parametrize(
@@ -249,11 +252,6 @@ def test_layout_of_experts(
         ("--ep 3", "--ep 3: does not divide the 8 experts of {source}; nearest that can: 2 or 4"),
         ("--etp 5", "--etp 5: does not divide the 12 rows (moe_intermediate_size) of an expert of {source}; nearest"),
         ("--ep 4 --dp 6", "--ep 4: times etp 1 does not divide the tp 1 · dp 6 = 6 ranks of a stage; nearest that can"),
-        (
-            "--tp 3",
-            "--sequence-parallel is missing: {source} has experts, and with tp 3 every rank would send them the same "
-            "tokens; add it, or set --tp to 1\n",
-        ),
         (
             "--sequence-parallel",
             "--sequence-parallel: shards activations over the tensor-parallel ranks, and --tp is 1; leave it out, or "
