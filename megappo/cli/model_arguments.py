@@ -78,8 +78,8 @@ def model_facts(option: str, folder: str) -> ModelFacts | None:
 
 
 def checked_layout(folder: str, facts: ModelFacts | None, layout: LayoutConfig) -> tuple[LayoutConfig, int]:
-    """`layout` with its data-parallel size, and the number of ranks. Raises ConfigError, in the words of the options,
-    where it does not divide the model or the ranks, or the machine has fewer GPUs.
+    """`layout` as it is built, with its data-parallel size, and the number of ranks. Raises ConfigError, in the words
+    of the options, where it does not divide the model or the ranks, or the machine has fewer GPUs.
 
     Without --dp there are as many copies as ranks were started by torchrun or srun; else as few as hold all experts.
     """
@@ -93,7 +93,10 @@ def checked_layout(folder: str, facts: ModelFacts | None, layout: LayoutConfig) 
     problems += world_problems(layout, started)
     raise_errors(as_options(problems, SETTINGS))
     num_ranks = local_world_size(layout, None, count_gpus()) if started is None else started
-    return layout.model_copy(update={"dp": num_ranks // layout.model_parallel_size}), num_ranks
+    # Shards of shared experts are not run, only moved; Megatron (0.16.1) warns on every rank without it.
+    sequence_parallel = layout.sequence_parallel or (layout.tp > 1 and layout.ep > 1)
+    dp = num_ranks // layout.model_parallel_size
+    return layout.model_copy(update={"dp": dp, "sequence_parallel": sequence_parallel}), num_ranks
 
 
 def as_options(problems: Iterable[Problem], names: Collection[str]) -> list[Problem]:

@@ -20,18 +20,19 @@ from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
 
 WORLD = 4
 MODELS: tuple[FamilyName, ...] = ("qwen3_moe", "deepseek_v3", "mixtral")
+SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = {
     "ep2": {"ep": 2},
-    "tp2-ep2": {"tp": 2, "ep": 2},
+    "tp2-ep2": {**SP, "ep": 2},
     "pp2-ep2": {"pp": 2, "ep": 2},
-    "tp2-ep2-etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "tp2-ep2-etp2": {**SP, "ep": 2, "etp": 2},
 }
 QUICK = {"qwen3_moe": ("ep2", "tp2-ep2-etp2"), "deepseek_v3": ("tp2-ep2", "pp2-ep2"), "mixtral": ("pp2-ep2", "ep2")}
 """Model → layout that writes a checkpoint, layout that reads it; tests marked `slow` have them all."""
 ALL = [(model, pair) for model in MODELS for pair in pairwise([*LAYOUTS, next(iter(LAYOUTS))])]
 PROMPTS = ("1+2=", "a", "seven times eight? ", "add 31 and 12: ", "zz")
 GENERATED: dict[str, tuple[FamilyName, dict[str, Any]]] = {
-    "tp2-sp-dp2": ("deepseek_v3", {"tp": 2, "sequence_parallel": True}),
+    "tp2-dp2": ("deepseek_v3", {"tp": 2}),
     "dp4": ("qwen3_moe", {}),  # two prompts for one replica, one for each other
     "ep2": ("qwen3_moe", {"ep": 2}),  # two replicas
     "ep4": ("qwen3_moe", {"ep": 4}),

@@ -219,10 +219,10 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Aske
     ("options", "layout"),
     [
         ("--ep 2", LayoutConfig(ep=2, dp=2)),
-        ("--ep 2 --tp 3", LayoutConfig(tp=3, ep=2, dp=2)),
-        ("--ep 8 --tp 3 --etp 3", LayoutConfig(tp=3, ep=8, etp=3, dp=8)),
+        ("--ep 2 --tp 3", LayoutConfig(tp=3, ep=2, dp=2, sequence_parallel=True)),
+        ("--ep 8 --tp 3 --etp 3", LayoutConfig(tp=3, ep=8, etp=3, dp=8, sequence_parallel=True)),
         ("--pp 2 --ep 4 --dp 8", LayoutConfig(pp=2, ep=4, dp=8)),
-        ("--dp 3", LayoutConfig(dp=3)),
+        ("--dp 3 --tp 3", LayoutConfig(tp=3, dp=3)),
     ],
 )
 def test_layout_of_experts(
