@@ -1,10 +1,11 @@
-"""Responses to prompts without a run: an engine on the ranks that hold a model, and prompts dealt to its replicas."""
+"""Responses to prompts without training: an engine on the ranks that hold a model, and prompts dealt to replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import lcm
 
+from megappo.config.experiment import ExperimentConfig
 from megappo.config.grid import TrainingGrid, generation_problem
 from megappo.config.hybrid import HybridConfig
 from megappo.data.tokenizer import Tokenizer
@@ -34,6 +35,16 @@ def replica_size(shape: ModelShape, training: TrainingGrid) -> int | None:
     whole = lcm(training.tp, training.ep * training.etp) * training.pp
     sizes = [size for size in range(1, whole + 1) if whole % size == 0 and generation_size_fits(shape, size)]
     return max(size for size in sizes if generation_problem(training, size) is None)
+
+
+def with_whole_replicas(config: ExperimentConfig, shape: ModelShape, training: TrainingGrid) -> ExperimentConfig:
+    """The experiment, whose native engine generates on replicas of `replica_size` where their size is left open and
+    the layout's own would hold all experts on each TP group."""
+    size = replica_size(shape, training)
+    if size is None or config.rollout.engine != "native" or config.rollout.tensor_model_parallel_size is not None:
+        return config
+    rollout = config.rollout.model_copy(update={"tensor_model_parallel_size": size})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def answering_engine(model: StageModel, spec: ModelSpec, mesh: Mesh, tokenizer: Tokenizer) -> RolloutEngine:

@@ -30,7 +30,7 @@ from megappo.models.export_hf import export_hf
 from megappo.observe.command_progress import CommandProgress
 from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer.answers import answering_engine, answers
+from megappo.trainer.answers import answering_engine, answers, with_whole_replicas
 from megappo.trainer.build import build_evaluator
 from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
 from megappo.trainer.kinds import build_trainer
@@ -61,7 +61,7 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
     shown = CommandProgress(speaks=mesh.is_writer)
     shown.phase(f"reading {path} on {ranks_in_words(mesh)}")
     model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
-    evaluator = build_evaluator(config, mesh, spec, model)
+    evaluator = build_evaluator(with_whole_replicas(config, spec.shape, mesh.training_grid), mesh, spec, model)
     at_end.callback(evaluator.close)
     shown.phase(f"evaluating in {replicas_in_words(evaluator.rollout.engine.replicas)}")
     metrics = evaluator.run(shown.progress)

@@ -184,6 +184,7 @@ def test_one_rank_of_all_speaks(many_ranks: Printed) -> None:
     for name, replicas in REPLICAS.items():
         shown = many_ranks[f"generated {name}"][0]["err"].splitlines()
         assert shown[-1] == f"generating 10 responses in {replicas} …"
+    assert many_ranks["evaluated ep2"][0]["err"].endswith("evaluating in 2 replicas of 2 ranks …\n")
     assert "on 4 ranks = pp 1 × dp 4 × tp 1, experts: ep 2 × etp 1 …" in many_ranks["generated ep2"][0]["err"]
 
 

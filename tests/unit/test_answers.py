@@ -1,11 +1,14 @@
 """How many ranks answer prompts together where no run says so: arithmetic on the sizes of public models."""
 
+from pathlib import Path
+
 import pytest
 
 from megappo.config.grid import GenerationGrid, TrainingGrid
 from megappo.models.families import FAMILIES
 from megappo.models.families.published import PUBLISHED
-from megappo.trainer.answers import replica_size
+from megappo.trainer.answers import replica_size, with_whole_replicas
+from tests.support.experiments import small_experiment
 
 QWEN3_30B_A3B = dict(PUBLISHED["qwen3-30b-a3b"])
 QWEN2_57B_A14B = QWEN3_30B_A3B | {
@@ -37,3 +40,16 @@ def test_ranks_that_hold_all_experts_answer_together(
     assert found == size
     if found is not None:
         assert GenerationGrid(training, found).num_replicas == replicas
+
+
+def test_evaluations_take_that_size_where_the_experiment_leaves_it_open(tmp_path: Path) -> None:
+    shape, training = FAMILIES["qwen3_moe"].shape(QWEN3_30B_A3B), TrainingGrid(dp=8, ep=8)
+    for overrides, expected in (
+        ((), 8),
+        (("rollout.tensor_model_parallel_size=2",), 2),
+        (("rollout.engine=vllm",), None),
+    ):
+        config = with_whole_replicas(small_experiment(tmp_path, *overrides), shape, training)
+        assert config.rollout.tensor_model_parallel_size == expected
+    as_it_lies = with_whole_replicas(small_experiment(tmp_path), shape, TrainingGrid(dp=8))
+    assert as_it_lies.rollout.tensor_model_parallel_size is None
