@@ -38,10 +38,11 @@ from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.layout_text import layout_text, parse_layout
 from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.native import HybridTransfer
-from megappo.engines.hybrid.plan import Planner, Transfer, even_stages
+from megappo.engines.hybrid.plan import Planner, even_stages
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.hybrid.targets import Target
+from megappo.engines.hybrid.transfers import Transfer
 from megappo.engines.hybrid.weights import GenerationWeights
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import UserError

@@ -21,8 +21,9 @@ from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula
 from megappo.engines.hybrid.audit import Auditor
 from megappo.engines.hybrid.kinds import Kinds
 from megappo.engines.hybrid.layout_text import parse_layout
-from megappo.engines.hybrid.plan import Planner, Transfer, Way, even_stages
+from megappo.engines.hybrid.plan import Planner, even_stages
 from megappo.engines.hybrid.targets import EngineTargets, NativeTargets
+from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import UserError
 from megappo.models.families import FAMILIES

@@ -1,10 +1,13 @@
 """`megappo evaluate FILE`: the experiment's held-out prompts, answered by a model and scored."""
 
 import argparse
+import json
 
-from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
-from megappo.cli.model_arguments import existing_folder
+from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, world_size
+from megappo.cli.model_arguments import add_layout, as_options, existing_folder, typed_settings
 from megappo.config.checkpoint_folder import checkpoint_folder, latest_checkpoint
+from megappo.config.checks import check_evaluation
+from megappo.config.problem import raise_errors
 from megappo.config.requests import EvaluateRequest
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.start import run_on_ranks
@@ -19,15 +22,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model", "--checkpoint", dest="model", metavar="PATH",
         help="Hugging Face folder or checkpoint (default: the newest checkpoint of the run)",
     )  # fmt: skip
+    add_layout(
+        parser,
+        dp="copies of the dense weights, which share prompts and experts (default: as many as the ranks hold)",
+        default="the experiment's",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Refuses an experiment without held-out prompts or a model, then scores on ranks. Raises UserError."""
-    loaded = read_arguments(arguments)
+    settings = typed_settings(arguments)
+    overrides = [f"layout.{name}={json.dumps(value)}" for name, value in settings.items()]
+    loaded = read_arguments(arguments, *overrides)
     num_ranks = world_size(loaded, arguments.nproc)
-    refuse_unsound(loaded, num_ranks)
     config = loaded.config
+    # Of the flag nothing is typed where it is missing; it is what --tp then asks for.
+    missing = {"sequence_parallel"} if "tp" in settings and not config.layout.sequence_parallel else set()
+    raise_errors(as_options(check_evaluation(config, num_ranks), {*settings, *missing}), loaded.locations)
     if not config.data.has_val_files:
         raise ConfigError(
             "data.val_files: is empty, and there is nothing to evaluate on; for example [data/test.jsonl]"

@@ -22,7 +22,7 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
     """How many local ranks."""
     parser.add_argument(
         "--nproc", type=positive, metavar="N",
-        help="local ranks (default: tp·pp·dp of the layout; without dp one for each GPU, or tp·pp on a CPU)",
+        help="local ranks (default: tp·pp·dp of the layout; without dp one for each GPU, or the fewest on a CPU)",
     )  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megappo.cli.experiment import positive
-from megappo.cli.model_arguments import add_layout, check_layout
+from megappo.cli.model_arguments import add_dtype, add_layout, checked_layout, model_facts, typed_settings
+from megappo.config.layout import LayoutConfig
 from megappo.config.problem import typed
 from megappo.config.requests import GenerateRequest
 from megappo.config.rollout import EvaluationSampling
@@ -30,13 +31,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument("--no-chat-template", action="store_true", help="give the model the prompt as it stands")
     parser.add_argument("--json", action="store_true", help="print one JSON object a response")
-    add_layout(parser)
+    add_dtype(parser)
+    add_layout(
+        parser,
+        dp="copies of the dense weights, which share prompts and experts (default: the fewest that hold all experts)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Reads prompts and options, then generates on ranks of its own. Raises UserError."""
-    check_layout("--model", arguments.model, arguments.tp, arguments.pp)
+    facts = model_facts("--model", arguments.model)
+    typed = LayoutConfig.model_validate(typed_settings(arguments))
+    layout, num_ranks = checked_layout(arguments.model, facts, typed)
     prompts = tuple(arguments.prompt) if arguments.prompt else read_prompts(Path(arguments.prompts))
     try:
         request = GenerateRequest(
@@ -47,15 +54,14 @@ def run(arguments: argparse.Namespace) -> ExitCode:
             ),
             max_tokens=arguments.max_tokens,
             seed=arguments.seed,
-            tp=arguments.tp,
-            pp=arguments.pp,
+            layout=layout,
             dtype=arguments.dtype,
             apply_chat_template=False if arguments.no_chat_template else None,
             as_json=arguments.json,
         )
     except ValidationError as error:
         raise ConfigError(_option_message(error)) from None
-    return run_on_ranks(request, arguments.tp * arguments.pp)
+    return run_on_ranks(request, num_ranks)
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megappo import __version__
 from megappo.cli import convert, evaluate, generate, show_config, train, validate
 from megappo.errors import ExitCode, UserError
-from megappo.launcher.environment import is_joined, own_rank
+from megappo.launcher.environment import is_joined, own_rank, own_task
 from megappo.launcher.failure import Failure
 from megappo.launcher.rank import report_failure
 
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if is_joined():
             report_failure(Failure.of(error, own_rank()))
-        else:
+        elif own_task() == 0:
             print(f"error: {error}", file=sys.stderr)
         return ExitCode.BAD_INPUT
     except KeyboardInterrupt:

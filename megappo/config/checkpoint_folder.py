@@ -14,6 +14,8 @@ from megappo.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 """Written last: size and checksum of every other file."""
 STATE = "trainer.json"
+MODEL_FILES = "model"
+"""Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 LATEST = "latest"
 BEST = "best"
 """The checkpoint with the best evaluation (`trainer.best_metric`)."""

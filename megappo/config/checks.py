@@ -23,6 +23,23 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.problem import Problem, Severity, raise_errors, typed
 
 
+def check_evaluation(config: ExperimentConfig, world_size: int) -> list[Problem]:
+    """The errors of an experiment that only answers its held-out prompts, on so many ranks: files, layout, generation
+    and rewards. How a step is cut and what its training keeps in memory may not fit the ranks that evaluate."""
+    dp = data_parallel_size(config, world_size)
+    return [
+        *reward_problems(config),
+        *_data_problems(config),
+        *set_problems(config),
+        *file_problems(config),
+        *layout_problems(config),
+        *world_problems(config.layout, world_size),
+        *hybrid_problems(config, dp),
+        *context_problems(config),
+        *vllm_problems(config),
+    ]
+
+
 def check_experiment(config: ExperimentConfig, world_size: int | None = None) -> list[Problem]:
     """Every error and warning of an experiment, errors first.
 
@@ -40,7 +57,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *experience_problems(config),
         *file_problems(config),
         *layout_problems(config),
-        *world_problems(config, world_size),
+        *world_problems(config.layout, world_size),
         *hybrid_problems(config, data_parallel_size(config, world_size)),
         *context_problems(config),
         *vllm_problems(config),

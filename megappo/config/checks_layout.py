@@ -1,11 +1,12 @@
 """Rules that look at files and ranks: model folders, data files, and whether the layout divides model and world."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.config.checks_pipeline import split_problems, stage_problems, virtual_problems
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.layout import LayoutConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.config.problem import Problem, typed
@@ -43,10 +44,7 @@ def file_problems(config: ExperimentConfig) -> list[Problem]:
 
 def layout_problems(config: ExperimentConfig) -> list[Problem]:
     """Model folders that can't be read, or that the parallel sizes do not divide."""
-    problems = []
-    if config.layout.sequence_parallel and config.layout.tp == 1:
-        reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
-        problems.append(Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2"))
+    problems = sequence_problems(config.layout)
     problems += split_problems(config.layout.split, config.layout.pp)
     problems += virtual_problems(config.layout.pp, config.layout.vpp)
     seen: dict[str, ModelFacts | None] = {}
@@ -61,7 +59,16 @@ def layout_problems(config: ExperimentConfig) -> list[Problem]:
             continue
         problems += _model_problems(config, folder, facts)
         problems += _vocabulary_problems(config, path, folder, facts, seen[config.model.path])
-    return problems + _dense_problems(config, [facts for facts in seen.values() if facts is not None])
+    models = [facts for facts in seen.values() if facts is not None]
+    return problems + dense_problems(config.layout, config.model.path, models)
+
+
+def sequence_problems(layout: LayoutConfig) -> list[Problem]:
+    """Sequence parallelism without ranks to shard over."""
+    if not layout.sequence_parallel or layout.tp > 1:
+        return []
+    reason = "shards activations over the tensor-parallel ranks, and layout.tp is 1"
+    return [Problem("layout.sequence_parallel", "true", reason, "set it to false, or layout.tp to 2")]
 
 
 def model_parallel_problems(
@@ -83,12 +90,11 @@ def model_parallel_problems(
     return problems + stage_problems(facts.num_layers, folder, pp, split, pp_path, vpp)
 
 
-def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Problem]:
+def world_problems(layout: LayoutConfig, world_size: int | None) -> list[Problem]:
     """Whether the world size is tp · pp · cp · dp; nothing where it isn't known."""
-    layout = config.layout
     model_parallel = layout.model_parallel_size
     if world_size is None:
-        return _stage_problems(config, layout.dp)
+        return _stage_problems(layout, layout.dp)
     product = layout.product()
     if world_size % model_parallel:
         counts = choices(
@@ -103,14 +109,13 @@ def world_problems(config: ExperimentConfig, world_size: int | None) -> list[Pro
         return [Problem("layout.tp", str(layout.tp), reason, remedy)]
     if layout.dp is not None and layout.dp * model_parallel != world_size:
         reason = f"{product} · dp {layout.dp} = {layout.dp * model_parallel} ranks, and {world_size} are started"
-        remedy = f"{world_size // model_parallel} or null fit this world size"
+        remedy = f"set it to {world_size // model_parallel}, or leave it out"
         return [Problem("layout.dp", str(layout.dp), reason, remedy)]
-    return _stage_problems(config, world_size // model_parallel)
+    return _stage_problems(layout, world_size // model_parallel)
 
 
-def _stage_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
+def _stage_problems(layout: LayoutConfig, dp: int | None) -> list[Problem]:
     """Whether ep · etp ranks divide the ranks of a pipeline stage; nothing where dp isn't known."""
-    layout = config.layout
     if dp is None or layout.tp * layout.cp * dp % (layout.ep * layout.expert_tp) == 0:
         return []
     ranks = layout.tp * layout.cp * dp
@@ -125,21 +130,21 @@ def _stage_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     return [Problem("layout.etp", str(layout.etp), reason, remedy)]
 
 
-def _dense_problems(config: ExperimentConfig, models: list[ModelFacts]) -> list[Problem]:
-    """Sizes for experts, where no model of the run has any."""
+def dense_problems(layout: LayoutConfig, folder: str, models: Sequence[ModelFacts]) -> list[Problem]:
+    """Sizes for experts, where no model of the run has any; `folder` is that of the first."""
     if not models or any(facts.num_experts is not None for facts in models):
         return []
-    reason = f"is for experts, and {config.model.path} is a dense model ({models[0].model_type})"
+    reason = f"is for experts, and {folder} is a dense model ({models[0].model_type})"
     return [
         Problem(f"layout.{name}", str(size), reason, remedy)
-        for name, size, remedy in (("ep", config.layout.ep, "set it to 1"), ("etp", config.layout.etp, "leave it out"))
+        for name, size, remedy in (("ep", layout.ep, "set it to 1"), ("etp", layout.etp, "leave it out"))
         if size is not None and size > 1
     ]
 
 
-def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+def expert_layout_problems(layout: LayoutConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     """Whether the experts of a model divide over the layout."""
-    layout, num_experts, rows = config.layout, facts.num_experts, facts.expert_rows
+    num_experts, rows = facts.num_experts, facts.expert_rows
     if num_experts is None or rows is None:
         return []
     problems = []
@@ -151,10 +156,15 @@ def _expert_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -
         reason = f"does not divide the {rows} rows (moe_intermediate_size) of an expert of {folder}"
         remedy = choices(nearest(layout.expert_tp, 1, rows, lambda size: rows % size == 0))
         problems.append(Problem("layout.etp", str(layout.etp), reason, remedy))
-    if layout.tp > 1 and not layout.sequence_parallel:
-        reason = f"{folder} has experts, and with tp {layout.tp} every rank would send them the same tokens"
-        problems.append(Problem("layout.sequence_parallel", "false", reason, "set it to true, or layout.tp to 1"))
     return problems
+
+
+def _token_problems(layout: LayoutConfig, folder: str, facts: ModelFacts) -> list[Problem]:
+    """Experts that would be trained on each token several times."""
+    if facts.num_experts is None or layout.tp == 1 or layout.sequence_parallel:
+        return []
+    reason = f"{folder} has experts, and with tp {layout.tp} every rank would send them the same tokens"
+    return [Problem("layout.sequence_parallel", "false", reason, "set it to true, or layout.tp to 1")]
 
 
 def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
@@ -172,7 +182,7 @@ def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
 def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) -> list[Problem]:
     layout = config.layout
     problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
-    problems += _expert_problems(config, folder, facts)
+    problems += expert_layout_problems(layout, folder, facts) + _token_problems(layout, folder, facts)
     if facts.max_positions is not None and config.max_length > facts.max_positions:
         left = facts.max_positions - config.data.max_prompt_length
         reason = (

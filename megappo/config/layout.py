@@ -1,5 +1,7 @@
 """Section `layout`: the parallel sizes of the training shards."""
 
+from math import lcm
+
 from pydantic import Field
 
 from megappo.config.base import Section
@@ -64,6 +66,12 @@ class LayoutConfig(Section):
     def model_parallel_size(self) -> int:
         """Ranks that work on the same sequences: those of a copy of the model, times cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def fewest_copies(self) -> int:
+        """The smallest `dp` whose ranks hold every expert once."""
+        ranks = self.tp * self.cp
+        return lcm(ranks, self.ep * self.expert_tp) // ranks
 
     def product(self, sign: str = "·") -> str:
         """Its factors in words: `tp 2 · pp 1`, and `cp` where it is used."""

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from megappo.config.base import Section
 from megappo.config.experiment import ExperimentConfig
+from megappo.config.layout import LayoutConfig
 from megappo.config.rollout import EvaluationSampling
 
 Dtype = Literal["float32", "bfloat16"]
@@ -31,11 +32,8 @@ class ConvertRequest(Section):
 
     source: str
     target: str
-    config: ExperimentConfig | None = None
-    """The experiment of the checkpoint, where its own folder does not hold it."""
-    tp: int = Field(1, ge=1)
-    """Tensor parallel size of the ranks that convert, and of a checkpoint that is written."""
-    pp: int = Field(1, ge=1)
+    layout: LayoutConfig = LayoutConfig()
+    """Of the ranks that convert; what they write, any other layout can read."""
     dtype: Dtype | None = None
     """Type of the written weights; that of the read ones when null."""
     merged: bool = False
@@ -52,8 +50,8 @@ class GenerateRequest(Section):
     max_tokens: int = Field(256, ge=1)
     """Tokens of a response at most."""
     seed: int = Field(0, ge=0, lt=2**32)
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
+    layout: LayoutConfig = LayoutConfig()
+    """Of the ranks that hold the model; data-parallel ranks are replicas, which share the prompts."""
     dtype: Dtype | None = None
     """Type of the weights while generating; that of the model when null."""
     apply_chat_template: bool | None = None

@@ -19,6 +19,17 @@ def is_joined() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def unjoined_tasks() -> int:
+    """Tasks of an srun step that know nothing of each other; 0 where this process is in none, or has joined them."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    return tasks if tasks > 1 and not is_joined() else 0
+
+
+def own_task() -> int:
+    """This process's number in its srun step, else 0."""
+    return int(os.environ.get("SLURM_PROCID", "0")) if unjoined_tasks() else 0
+
+
 def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megappo.config.requests import Command, Request
 from megappo.errors import ConfigError, ExitCode
-from megappo.launcher.environment import is_joined, joined_world_size, settings
+from megappo.launcher.environment import is_joined, joined_world_size, settings, unjoined_tasks
 from megappo.launcher.local import RankProgram, run_local
 from megappo.launcher.rank import run_rank
 from megappo.launcher.run_status import record_end
@@ -26,8 +26,14 @@ def run_on_ranks(
 ) -> ExitCode:
     """Runs `request` on `num_ranks` ranks and returns the exit code of the command.
 
-    Raises ConfigError where this process is a rank of a world of another size.
+    Raises ConfigError where this process is a rank of a world of another size, or one of several tasks of srun that
+    would each start ranks of their own.
     """
+    if unjoined_tasks():
+        raise ConfigError(
+            f"srun started {unjoined_tasks()} tasks that know nothing of each other (RANK and WORLD_SIZE are missing); "
+            "let each one run `. launch/env.sh; join_slurm` first, as launch/slurm.sbatch does, or start one task"
+        )
     variables = settings(num_threads, on_gpu=count_gpus() > 0)
     if is_joined():
         if joined_world_size() != num_ranks:

@@ -26,7 +26,8 @@ def count_gpus() -> int:
 
 
 def local_world_size(layout: LayoutConfig, nproc: int | None, num_gpus: int) -> int:
-    """Ranks to start: `nproc`, else tp · pp · cp · dp, else one for each GPU, else one copy of the model.
+    """Ranks to start: `nproc`, else tp · pp · cp · dp, else one for each GPU, else one copy of the model
+    with all its experts.
 
     Raises ConfigError where there are GPUs, but fewer than ranks.
     """
@@ -35,7 +36,7 @@ def local_world_size(layout: LayoutConfig, nproc: int | None, num_gpus: int) -> 
     elif layout.dp is not None:
         world_size = layout.model_parallel_size * layout.dp
     else:
-        world_size = max(num_gpus, layout.model_parallel_size)
+        world_size = max(num_gpus, layout.model_parallel_size * layout.fewest_copies)
     if num_gpus and world_size > num_gpus:
         origin = f"--nproc {nproc}" if nproc is not None else f"layout {layout.product()} · dp {layout.dp or 1}"
         raise ConfigError(

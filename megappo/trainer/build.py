@@ -34,7 +34,7 @@ from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.balance import Balance, NoBalance
 from megappo.trainer.baseline import GreedyBaseline, NoBaseline
 from megappo.trainer.build_experience import pair_samples, prompt_feed, replay, reward_worker, with_dynamic_sampling
-from megappo.trainer.checkpoint import SavedRole
+from megappo.trainer.checkpoint import SavedFile, SavedRole
 from megappo.trainer.collect import Collector
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
 from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
@@ -76,60 +76,67 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     rollout = rollout_worker(
         config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin, memory=actor.engine.memory
     )
-    scale_length = config.actor.loss_scale_length or config.data.max_response_length
     reference = reference_worker(config, mesh, spec, roles, actor)
-    actor_worker = ActorWorker(
-        actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length,
-        update_cut=cutter(config, mesh, actor_update(config)), forward_cut=cutter(config, mesh, actor_forward(config)),
-        kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
-        has_reference=config.needs_reference, router_replay=config.actor.router_replay,
-    )  # fmt: skip
-    controller = KLController(
-        **config.algorithm.kl_ctrl.model_dump(exclude={"type"}), kind=config.algorithm.kl_ctrl.type
-    )
+    policy = actor_worker(config, mesh, spec, actor, reference)
+    controller = kl_controller(config)
     switch = WeightSwitch(
-        rollout, actor_worker, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
+        rollout, policy, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
     )
     baseline = greedy_baseline(config, rollout, learned, mesh)
     collector = Collector(feed, plan, mesh, switch, rollout, learned, baseline)
-    values = critic_worker(config, mesh, critic, scale_length)
+    values = critic_worker(config, mesh, critic, scale_length(config))
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     shaping = RewardShaping(config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length)
     replayed: Replay | PairReplay | NoReplay = replay(config, mesh, values, advantages)
     if offline:
         replayed = PairReplay(
-            with_log_probs(offline, actor_worker, mesh), config.replay, mesh, learned, shaping, reference, values,
-            advantages, num_sequences=plan.sequences, seed=config.trainer.seed,
+            with_log_probs(offline, policy, mesh), config.replay, mesh, learned, shaping, reference, values, advantages,
+            num_sequences=plan.sequences, seed=config.trainer.seed,
         )  # fmt: skip
+    parts = LoopParts(
+        total_steps=total_steps, spec=spec, tokenizer=tokenizer, roles=saved_roles(actor=actor, critic=critic),
+        order=feed, controller=controller, evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
+        memory=roles.memory, files=saved_files(shaping, replayed),
+    )  # fmt: skip
     return PPOTrainer(
-        mesh=mesh,
-        plan=plan,
-        collector=with_dynamic_sampling(config, collector),
-        shaping=shaping,
-        balance=balance(config, mesh, plan, spec),
-        actor=actor_worker,
-        critic=values,
-        reference=reference,
-        advantages=advantages,
-        replay=replayed,
-        loop=Loop(
-            config,
-            mesh,
-            LoopParts(
-                total_steps=total_steps,
-                spec=spec,
-                tokenizer=tokenizer,
-                roles=saved_roles(actor=actor, critic=critic),
-                order=feed,
-                controller=controller,
-                evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
-                memory=roles.memory,
-                files={"shaping.json": shaping} | ({"replay.sqlite": replayed} if isinstance(replayed, Replay) else {}),
-            ),
-        ),
-        seed=config.trainer.seed,
+        mesh=mesh, plan=plan, collector=with_dynamic_sampling(config, collector), shaping=shaping,
+        balance=balance(config, mesh, plan, spec), actor=policy, critic=values, reference=reference,
+        advantages=advantages, replay=replayed, loop=Loop(config, mesh, parts), seed=config.trainer.seed,
         max_response_length=config.data.max_response_length,
-    )
+    )  # fmt: skip
+
+
+def actor_worker(
+    config: ExperimentConfig,
+    mesh: Mesh,
+    spec: ModelSpec,
+    actor: TrainedRole,
+    reference: ReferenceWorker | NoReference,
+) -> ActorWorker:
+    """The worker of the built actor."""
+    return ActorWorker(
+        actor.engine, config.actor, log_probs(config, mesh, spec), scale_length=scale_length(config),
+        update_cut=cutter(config, mesh, actor_update(config)), forward_cut=cutter(config, mesh, actor_forward(config)),
+        kl_term=kl_term(config, reference), bypass=config.algorithm.rollout_correction.bypass_mode,
+        has_reference=config.needs_reference, router_replay=config.actor.router_replay,
+    )  # fmt: skip
+
+
+def scale_length(config: ExperimentConfig) -> int:
+    """Tokens that a sequence's loss is divided by where `loss_agg_mode` has a constant."""
+    return config.actor.loss_scale_length or config.data.max_response_length
+
+
+def kl_controller(config: ExperimentConfig) -> KLController:
+    """What keeps the coefficient of the KL in the reward."""
+    settings = config.algorithm.kl_ctrl
+    return KLController(**settings.model_dump(exclude={"type"}), kind=settings.type)
+
+
+def saved_files(shaping: RewardShaping, replayed: Replay | PairReplay | NoReplay) -> dict[str, SavedFile]:
+    """Parts with files of their own in a checkpoint."""
+    files: dict[str, SavedFile] = {"shaping.json": shaping}
+    return files | ({"replay.sqlite": replayed} if isinstance(replayed, Replay) else {})
 
 
 @dataclass(frozen=True)

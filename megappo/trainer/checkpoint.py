@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from megappo.config.checkpoint_folder import (
     BEST,
     LATEST,
     MANIFEST,
+    MODEL_FILES,
     STATE,
     check_same_model,
     complete_checkpoints,
@@ -47,9 +49,6 @@ from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
-
-MODEL_FILES = "model"
-"""Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,9 @@ def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     state = _role_state(role, loading=True)
     check_same_optimizer(folder, state)
-    loaded = dist_checkpointing.load(state, str(folder))
+    with warnings.catch_warnings():  # of megatron (0.16.1) to itself, on every rank
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        loaded = dist_checkpointing.load(state, str(folder))
     shards = shards_of(role.model)
     if shards is not None:
         shards.load(loaded["model"])

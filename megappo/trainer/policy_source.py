@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megappo.config.checkpoint_folder import MANIFEST, read_state
+from megappo.config.checkpoint_folder import MANIFEST, MODEL_FILES, read_state
 from megappo.config.lora import LoraConfig
 from megappo.errors import DataError
 from megappo.models.attach_lora import attach_lora
@@ -17,7 +17,7 @@ from megappo.models.import_hf import import_hf
 from megappo.models.spec import ContextExchange, Experts, Layers
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import MODEL_FILES, SavedRole, check_files, load_role
+from megappo.trainer.checkpoint import SavedRole, check_files, load_role
 from megappo.trainer.roles import DTYPES
 
 

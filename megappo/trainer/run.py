@@ -21,15 +21,16 @@ from megappo.config.layout import LayoutConfig
 from megappo.config.requests import ConvertRequest, EvaluateRequest, GenerateRequest
 from megappo.data.prompts import PromptRenderer
 from megappo.data.sources import Row
-from megappo.data.tokenizer import load_tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine
-from megappo.engines.rollout import Completion, GenerationRequest, SamplingParams
+from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.engines.rollout import Completion, GenerationRequest, Replicas, SamplingParams
 from megappo.errors import ConfigError, ExitCode
 from megappo.models.attach_lora import attached_lora
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
+from megappo.observe.command_progress import CommandProgress
 from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
+from megappo.trainer.answers import answering_engine, answers, with_whole_replicas
 from megappo.trainer.build import build_evaluator
 from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
 from megappo.trainer.kinds import build_trainer
@@ -57,10 +58,14 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
     mesh = _mesh_of(config)
     path = request.model or latest_checkpoint(checkpoint_folder(config))
     assert path is not None, "the command line refuses a run without a checkpoint"
+    shown = CommandProgress(speaks=mesh.is_writer)
+    shown.phase(f"reading {path} on {ranks_in_words(mesh)}")
     model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
-    evaluator = build_evaluator(config, mesh, spec, model)
+    evaluator = build_evaluator(with_whole_replicas(config, spec.shape, mesh.training_grid), mesh, spec, model)
     at_end.callback(evaluator.close)
-    metrics = evaluator.run()
+    shown.phase(f"evaluating in {replicas_in_words(evaluator.rollout.engine.replicas)}")
+    metrics = evaluator.run(shown.progress)
+    shown.end()
     if mesh.is_writer:
         Console(total_steps=0).scores(f"{path}: ", metrics)
         print(json.dumps(metrics), flush=True)
@@ -72,11 +77,14 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
 def convert(request: ConvertRequest) -> ExitCode:
     """Hugging Face folder → checkpoint (of an actor without an optimizer), or checkpoint → Hugging Face folder
     (of adapters in PEFT's format, where it has some and `merged` is false). Raises ConfigError."""
-    mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
+    mesh = _mesh(request.layout)
+    shown = CommandProgress(speaks=mesh.is_writer)
     source = PolicySource.of(request.source)
     dtype = DTYPES[request.dtype] if request.dtype else source.dtype
+    shown.phase(f"reading {request.source} on {ranks_in_words(mesh)}")
     model, spec = source.load_any(mesh, dtype)
     target = Path(request.target)
+    shown.phase(f"writing {target}")
     if source.checkpoint is not None:
         has_adapters = attached_lora(model) is not None
         if request.merged and not has_adapters:
@@ -86,6 +94,7 @@ def convert(request: ConvertRequest) -> ExitCode:
     else:
         state = LoopState(step=0, data={}, kl_controller=None, seed=0)
         write_checkpoint(target, {"actor": SavedRole(model, optimizer=None)}, state, mesh, spec, source.folder)
+    shown.end()
     if mesh.is_writer:
         print(f"{request.source} → {target}", flush=True)
     stop_mesh()
@@ -94,9 +103,38 @@ def convert(request: ConvertRequest) -> ExitCode:
 
 def generate(request: GenerateRequest) -> ExitCode:
     """Prints one response after another, in the order of the prompts."""
-    mesh = _mesh(LayoutConfig(tp=request.tp, pp=request.pp))
+    mesh = _mesh(request.layout)
+    shown = CommandProgress(speaks=mesh.is_writer)
     source = PolicySource.of(request.model)
     tokenizer = load_tokenizer(source.folder)
+    ids = _prompt_ids(request, tokenizer)
+    shown.phase(f"reading {request.model} on {ranks_in_words(mesh)}")
+    model, spec = source.load(mesh, DTYPES[request.dtype] if request.dtype else None)
+    engine = answering_engine(model, spec, mesh, tokenizer)
+    n = request.sampling.n
+    requests = [
+        GenerationRequest(prompt, noise_key(request.seed, index, sample))
+        for index, prompt in enumerate(ids)
+        for sample in range(n)
+    ]
+    sampling = SamplingParams(
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        top_p=request.sampling.top_p,
+        max_tokens=request.max_tokens,
+    )
+    shown.phase(f"generating {len(requests)} responses in {replicas_in_words(engine.replicas)}")
+    completions = answers(engine, spec, mesh, requests, n, sampling, shown.progress)
+    engine.close()
+    shown.end()
+    if mesh.is_writer:
+        _print_responses(request, completions)
+    stop_mesh()
+    return ExitCode.DONE
+
+
+def _prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of each prompt, through the chat template where there is one."""
     data = DataConfig(
         train_files=("-",),
         train_batch_size=1,
@@ -108,36 +146,7 @@ def generate(request: GenerateRequest) -> ExitCode:
     texts = [
         renderer.text(Row({"prompt": prompt}, index, f"prompt {index}")) for index, prompt in enumerate(request.prompts)
     ]
-    model, spec = source.load(mesh, DTYPES[request.dtype] if request.dtype else None)
-    engine = NativeRolloutEngine(
-        model,
-        spec.shape,
-        mesh,
-        decode=tokenizer.decode,
-        eos_ids=tokenizer.eos_ids,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-    )
-    n = request.sampling.n
-    requests = [
-        GenerationRequest(tuple(ids), noise_key(request.seed, index, sample))
-        for index, ids in enumerate(renderer.encode(texts))
-        for sample in range(n)
-    ]
-    sampling = SamplingParams(
-        temperature=request.sampling.temperature,
-        top_k=request.sampling.top_k,
-        top_p=request.sampling.top_p,
-        max_tokens=request.max_tokens,
-    )
-    engine.sync_weights()
-    completions = engine.generate(requests, sampling)
-    engine.release()
-    engine.close()
-    if mesh.is_writer:
-        _print_responses(request, completions)
-    stop_mesh()
-    return ExitCode.DONE
+    return [tuple(ids) for ids in renderer.encode(texts)]
 
 
 def _print_responses(request: GenerateRequest, completions: Sequence[Completion]) -> None:
@@ -157,6 +166,17 @@ def _print_responses(request: GenerateRequest, completions: Sequence[Completion]
         else:
             print(f"> {prompt}\n{completion.text}\n")
     sys.stdout.flush()
+
+
+def ranks_in_words(mesh: Mesh) -> str:
+    """`4 ranks = pp 1 × dp 2 × tp 2`, and the sizes for experts."""
+    return str(mesh).partition("\n")[0] if mesh.world_size > 1 else "1 rank"
+
+
+def replicas_in_words(replicas: Replicas) -> str:
+    """`1 replica of 4 ranks`."""
+    number, size = len(replicas.groups), len(replicas.groups[0])
+    return f"{number} replica{'s' * (number > 1)} of {size} rank{'s' * (size > 1)}"
 
 
 def _mesh_of(config: ExperimentConfig) -> Mesh:

@@ -9,10 +9,13 @@ import pytest
 
 import yaml
 from megappo.cli import convert, evaluate, generate, main, train
+from megappo.config.layout import LayoutConfig
 from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 from megappo.errors import ExitCode
+from megappo.launcher.failure import read_failure
 from tests.support.experiments import write_experiment
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 12}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -169,6 +172,28 @@ def test_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Ask
     assert isinstance(asked.request, EvaluateRequest) and asked.request.model == f"{tmp_path}/model"
 
 
+def test_evaluate_lays_options_over_the_layout_and_asks_nothing_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked
+) -> None:
+    """Steps of 12 prompts in minibatches of 6 divide over 5 ranks nowhere; held-out prompts need not."""
+    file = write_experiment(tmp_path, **EXPERTS)
+    words = ("evaluate", file, f"data.val_files=[{tmp_path}/train.jsonl]", "--model", tmp_path / "model")
+    assert typed(capsys, *words, "--dp", 5) == (0, "", "")
+    assert isinstance(asked.request, EvaluateRequest) and asked.num_ranks == 5
+    assert typed(capsys, *words, "--tp", 3, "--sequence-parallel", "--ep", 2)[0] == 0
+    assert isinstance(asked.request, EvaluateRequest) and asked.num_ranks == 6
+    layout = asked.request.config.layout
+    assert (layout.tp, layout.ep, layout.etp, layout.dp, layout.sequence_parallel) == (3, 2, None, None, True)
+    for options, expected in (
+        (("--ep", 3), "--ep 3: does not divide the 8 experts of "),
+        (("--ep", 2, "--nproc", 3), "--ep 2: times etp 1 does not divide the tp 1 · dp 3 = 3 ranks of a stage"),
+        (("--tp", 3), "every rank would send them the same tokens; add it, or set --tp to 1\n"),
+        (("layout.tp=5",), "layout.tp: 5 (command line): does not divide the 12 attention heads"),
+    ):
+        code, _, err = typed(capsys, *words, *options)
+        assert code == ExitCode.BAD_INPUT and expected in err, err
+
+
 def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked) -> None:
     write_experiment(tmp_path)
     source = tmp_path / "model"
@@ -176,18 +201,119 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Aske
     assert typed(capsys, *words)[0] == 0
     assert asked.num_ranks == 6
     assert asked.request == ConvertRequest(
-        source=str(source), target=f"{tmp_path}/new", config=None, tp=3, pp=2, dtype="float32"
+        source=str(source), target=f"{tmp_path}/new", layout=LayoutConfig(tp=3, pp=2, dp=1), dtype="float32"
     )
     for words, expected in (
         (("--from", tmp_path / "none", "--to", tmp_path / "new"), "there is no such folder"),
         (("--from", source, "--to", source / "config.json" / "new"), "can't be made (File exists: "),
         (("--from", source, "--to", tmp_path), "exists and is not empty; give a new folder"),
-        (("--from", source, "--to", tmp_path / "new", "--tp", 4), "--tp: 4: does not divide the 12 attention heads"),
-        (("--from", source, "--to", tmp_path / "new", "--pp", 4), "--pp: 4: does not divide the 6 layers"),
-        (("--from", source, "--to", tmp_path / "new", "--config", "none.yaml"), "none.yaml does not exist"),
+        (("--from", source, "--to", tmp_path / "new", "--tp", 4), "--tp 4: does not divide the 12 attention heads"),
+        (("--from", source, "--to", tmp_path / "new", "--pp", 4), "--pp 4: does not divide the 6 layers"),
+        (("--from", source, "--to", tmp_path / "new", "--ep", 2), "--ep 2: is for experts, and "),
     ):
         code, _, err = typed(capsys, "convert", *words)
         assert code == ExitCode.BAD_INPUT and expected in err
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ("--ep 2", LayoutConfig(ep=2, dp=2)),
+        ("--ep 2 --tp 3", LayoutConfig(tp=3, ep=2, dp=2, sequence_parallel=True)),
+        ("--ep 8 --tp 3 --etp 3", LayoutConfig(tp=3, ep=8, etp=3, dp=8, sequence_parallel=True)),
+        ("--pp 2 --ep 4 --dp 8", LayoutConfig(pp=2, ep=4, dp=8)),
+        ("--dp 3 --tp 3", LayoutConfig(tp=3, dp=3)),
+    ],
+)
+def test_layout_of_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked, options: str, layout: LayoutConfig
+) -> None:
+    """The fewest ranks that hold all experts, unless told; the same of a checkpoint, which has the configuration of
+    its model."""
+    write_experiment(tmp_path, **EXPERTS)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "model").symlink_to(tmp_path / "model")
+    for source in ("model", "checkpoint"):
+        words = ("convert", "--from", tmp_path / source, "--to", tmp_path / "new", *options.split())
+        assert typed(capsys, *words) == (0, "", "")
+        assert isinstance(asked.request, ConvertRequest) and asked.request.layout == layout
+        assert asked.num_ranks == layout.model_parallel_size * layout.dp
+    assert typed(capsys, "generate", "--model", tmp_path / "model", "--prompt", "a", *options.split())[0] == 0
+    assert isinstance(asked.request, GenerateRequest) and asked.request.layout == layout
+    flag = layout.tp > 1
+    words = ("generate", "--model", tmp_path / "model", "--prompt", "a", *options.split(), "--sequence-parallel")
+    assert typed(capsys, *words)[0] == (ExitCode.DONE if flag else ExitCode.BAD_INPUT)
+    assert not flag or asked.request.layout == layout.model_copy(update={"sequence_parallel": True})
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("--ep 3", "--ep 3: does not divide the 8 experts of {source}; nearest that can: 2 or 4"),
+        ("--etp 5", "--etp 5: does not divide the 12 rows (moe_intermediate_size) of an expert of {source}; nearest"),
+        ("--ep 4 --dp 6", "--ep 4: times etp 1 does not divide the tp 1 · dp 6 = 6 ranks of a stage; nearest that can"),
+        (
+            "--sequence-parallel",
+            "--sequence-parallel: shards activations over the tensor-parallel ranks, and --tp is 1; leave it out, or "
+            "set --tp to 2\n",
+        ),
+        ("--ep 3 --pp 4", "2 mistakes in the configuration:\n  - --pp 4: does not divide the 6 layers of {source}; "),
+    ],
+)  # fmt: skip
+def test_layout_that_does_not_divide_is_told_by_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked, options: str, expected: str
+) -> None:
+    write_experiment(tmp_path, **EXPERTS)
+    source = tmp_path / "model"
+    code, _, err = typed(capsys, "generate", "--model", source, "--prompt", "a", *options.split())
+    assert code == ExitCode.BAD_INPUT and asked.request is None
+    assert err.startswith(f"error: {expected.format(source=source)}"), err
+
+
+def test_ranks_that_were_started_set_the_copies_or_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun or srun with launch/env.sh; rank 0 of a world that does not fit tells it."""
+    write_experiment(tmp_path, **EXPERTS)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("TMPDIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    words = ("generate", "--model", tmp_path / "model", "--prompt", "a")
+    assert typed(capsys, *words, "--pp", 2, "--ep", 2) == (0, "", "")
+    assert isinstance(asked.request, GenerateRequest) and asked.request.layout == LayoutConfig(pp=2, ep=2, dp=4)
+    assert asked.num_ranks == 8
+    for options, expected in (
+        (("--pp", 3), "tp 1 · pp 3 = 3 ranks hold a copy of the model, which does not divide 8 ranks; start another"),
+        (("--dp", 4), "--dp 4: tp 1 · pp 1 · dp 4 = 4 ranks, and 8 are started; set it to 8, or leave it out"),
+    ):
+        monkeypatch.setenv("MEGAPPO_FAILURE_DIR", str(tmp_path / options[0]))
+        failure = Path(tmp_path / options[0])
+        failure.mkdir()
+        assert typed(capsys, *words, *options)[0] == ExitCode.BAD_INPUT
+        told = read_failure(failure)
+        assert told is not None and expected in told.message
+
+
+def test_too_few_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_experiment(tmp_path, **EXPERTS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, _, err = typed(capsys, "convert", "--from", tmp_path / "model", "--to", tmp_path / "new", "--ep", 4)
+    assert code == ExitCode.BAD_INPUT and asked.request is None
+    assert "layout tp 1 · pp 1 · dp 4: needs 4 ranks, and this machine has 2 GPUs; start at most 2" in err
+
+
+def test_tasks_of_srun_that_have_not_joined_are_refused_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_experiment(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    for task, expected in ((0, "error: srun started 4 tasks that know nothing of each other"), (3, "")):
+        monkeypatch.setenv("SLURM_PROCID", str(task))
+        code, _, err = typed(capsys, "generate", "--model", tmp_path / "model", "--prompt", "a", "--dp", 4)
+        assert code == ExitCode.BAD_INPUT and err.startswith(expected) and bool(err) == bool(expected)
 
 
 def test_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked) -> None:

@@ -127,7 +127,7 @@ def test_world_size(tmp_path: Path) -> None:
         "start another number of ranks (nearest that can: 3 or 6), or set another tp (nearest that can: 2 or 4)" in odd
     )
     (other,) = found(tmp_path, "layout.dp=3", world_size=2)
-    assert "layout.dp: 3: tp 1 · pp 1 · dp 3 = 3 ranks, and 2 are started; 2 or null fit this world size" in other
+    assert "layout.dp: 3: tp 1 · pp 1 · dp 3 = 3 ranks, and 2 are started; set it to 2, or leave it out" in other
     (uneven,) = found(tmp_path, world_size=4)  # dp follows from the world
     assert "6 sequences, which don't divide over dp 4" in uneven
     config = small_experiment(tmp_path, "layout.tp=3")

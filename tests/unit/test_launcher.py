@@ -335,6 +335,10 @@ def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_world_size(LayoutConfig(tp=2, dp=2), None, num_gpus=0) == 4
     assert local_world_size(LayoutConfig(tp=2), None, num_gpus=8) == 8
     assert local_world_size(LayoutConfig(tp=2), 4, num_gpus=8) == 4
+    assert local_world_size(LayoutConfig(pp=2, ep=4), None, num_gpus=0) == 8
+    assert local_world_size(LayoutConfig(tp=4, ep=2), None, num_gpus=0) == 4
+    assert local_world_size(LayoutConfig(tp=4, ep=2, etp=4), None, num_gpus=0) == 8
+    assert local_world_size(LayoutConfig(ep=2), None, num_gpus=8) == 8
     with pytest.raises(ConfigError, match="layout tp 2 · pp 1 · dp 4: needs 8 ranks, and this machine has 4 GPUs"):
         local_world_size(LayoutConfig(tp=2, dp=4), None, num_gpus=4)
     for visible, count in (("", 0), ("0", 1), ("0,3", 2), ("0,-1,2", 1), ("-1", 0)):

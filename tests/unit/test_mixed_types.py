@@ -5,7 +5,7 @@ import torch
 from megappo.engines.hybrid.kinds import Kinds
 from megappo.engines.hybrid.messages import bucketed, packed, unpack
 from megappo.engines.hybrid.native import PieceDestination
-from megappo.engines.hybrid.plan import Transfer, Way
+from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.models.families import FAMILIES
 from tests.unit.test_vllm_latent import LATENT, SIZES
 

@@ -10,8 +10,9 @@ from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula
 from megappo.engines.hybrid.audit import Auditor, PlanError
 from megappo.engines.hybrid.kinds import Kinds, Places
 from megappo.engines.hybrid.layout_text import layout_text, parse_layout
-from megappo.engines.hybrid.plan import Planner, Way, even_stages
+from megappo.engines.hybrid.plan import Planner, even_stages
 from megappo.engines.hybrid.targets import NativeTargets, nested_experts
+from megappo.engines.hybrid.transfers import Way
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import ConfigError
 from megappo.models.families import FAMILIES

@@ -13,7 +13,8 @@ from megappo.config.rollout import RolloutConfig
 from megappo.engines.hybrid.audit import Auditor
 from megappo.engines.hybrid.kinds import Kinds
 from megappo.engines.hybrid.layout_text import parse_layout
-from megappo.engines.hybrid.plan import Planner, Way
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.transfers import Way
 from megappo.engines.vllm.destination import VLLMDestination
 from megappo.engines.vllm.latent import absorb_up_projections
 from megappo.engines.vllm.start import check_engine, config_overrides

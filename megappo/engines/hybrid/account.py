@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from megappo.engines.hybrid.kinds import Kind
-from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.models.weight_map import WeightClass
 
 CLASSES: tuple[WeightClass, ...] = ("dense", "experts", "vocabulary", "replicated")

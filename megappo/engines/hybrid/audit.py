@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TypeVar
 
-from megappo.engines.hybrid.plan import Planner, Transfer
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.transfers import Transfer
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.engines.hybrid.messages import Bucket, Message, Views, bucketed, packed, staging, unpack
-from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.engines.rollout import WorstTensor
 from megappo.models.weight_map import WeightClass
 

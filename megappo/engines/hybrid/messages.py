@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megappo.engines.hybrid.plan import Transfer
+from megappo.engines.hybrid.transfers import Transfer
 
 DIRECT_BYTES = 1 << 20
 """Parts of at least this size are messages of their own, which need no copy where their memory is in one piece."""

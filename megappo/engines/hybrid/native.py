@@ -16,9 +16,10 @@ from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.kinds import Kinds, with_numbers
 from megappo.engines.hybrid.measure import measured_account
 from megappo.engines.hybrid.messages import Views
-from megappo.engines.hybrid.plan import Planner, Transfer
+from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.targets import NativeTargets, Target
+from megappo.engines.hybrid.transfers import Transfer
 from megappo.engines.hybrid.weights import GenerationWeights
 from megappo.engines.rollout import HeldBytes, SyncReport, WorstTensor
 from megappo.models.architecture import ModelSpec

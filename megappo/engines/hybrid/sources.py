@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.messages import Views
-from megappo.engines.hybrid.plan import Planner, Transfer, Way
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.models.attach_lora import Merge
 from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import WeightMap

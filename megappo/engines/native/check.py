@@ -23,12 +23,12 @@ def check_model(config: TransformerConfig) -> None:
 
 def check_generation_size(shape: ModelShape, tp: int) -> None:
     """ConfigError, with the sizes that would do, where `tp` ranks can't share the heads, rows and experts evenly."""
-    if _fits(shape, tp):
+    if generation_size_fits(shape, tp):
         return
     others = "" if shape.moe is None else f", {shape.moe.num_experts} experts"
     if shape.latent is not None:
         others += f", {shape.latent.kv_rank + shape.latent.rope_head_dim} and {shape.latent.q_rank or 0} latent rows"
-    possible = ", ".join(str(size) for size in range(1, shape.num_heads + 1) if _fits(shape, size))
+    possible = ", ".join(str(size) for size in range(1, shape.num_heads + 1) if generation_size_fits(shape, size))
     raise ConfigError(
         f"rollout.tensor_model_parallel_size: {tp} does not divide this model's {shape.num_heads} attention heads, "
         f"{shape.num_kv_heads} KV heads (or is no multiple of them), {shape.ffn_size} feed-forward rows{others}; "
@@ -36,7 +36,8 @@ def check_generation_size(shape: ModelShape, tp: int) -> None:
     )
 
 
-def _fits(shape: ModelShape, tp: int) -> bool:
+def generation_size_fits(shape: ModelShape, tp: int) -> bool:
+    """Whether `tp` ranks can share the heads, rows and experts of a model evenly."""
     rows = [shape.num_heads, shape.ffn_size]
     if shape.latent is not None:  # Megatron builds the down projections cut, before they are exchanged
         rows += [shape.latent.kv_rank + shape.latent.rope_head_dim, shape.latent.q_rank or 0]

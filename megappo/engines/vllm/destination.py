@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megappo.engines.hybrid.messages import Views
-from megappo.engines.hybrid.plan import Transfer
+from megappo.engines.hybrid.transfers import Transfer
 
 # vLLM 0.32 keeps the experts one module deeper than 0.20 did.
 _DEEPER = (".experts.w", ".experts.routed_experts.w")

@@ -1,0 +1,73 @@
+"""What one rank of the generation layout takes from another: the pieces that a plan is made of.
+
+Which there are, `plan.py` says; `execute.py` carries them out. Imports neither torch nor megatron.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from megappo.engines.hybrid.kinds import with_numbers
+from megappo.models.weight_map import WeightClass
+
+
+class Way(Enum):
+    """How rows come to a generation parameter."""
+
+    ALIAS = "alias"
+    """They are the training shard's own memory; nothing moves."""
+    LOCAL = "local"
+    """This rank holds them in another order: copied on the device."""
+    GATHER = "gather"
+    """Another rank sends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRun:
+    """`count` experts that follow each other on both sides: numbers in the layer from `first` on, and places
+    in the first dimensions of source and target."""
+
+    first: int
+    count: int
+    source_place: int
+    target_place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Rows of one training parameter that become rows of one generation parameter.
+
+    `source` and `target` are parameter names with `{layer}` for `layer`. Offsets and `length` count rows along `axis`
+    (of each of the experts), `width` is the other dimension (None: a vector). It travels in `buckets`, in parts of
+    equal size along its first dimension.
+    """
+
+    way: Way
+    source_rank: int
+    target_rank: int
+    source: str
+    target: str
+    layer: int | None
+    axis: int
+    source_offset: int
+    target_offset: int
+    length: int
+    width: int | None
+    experts: ExpertRun | None
+    num_elements: int
+    weight_class: WeightClass
+    buckets: range
+
+    @property
+    def source_name(self) -> str:
+        """Global Megatron name, the first of the rule's."""
+        return with_numbers(self.source, self.layer)
+
+    @property
+    def target_name(self) -> str:
+        """The engine's name of the parameter."""
+        return with_numbers(self.target, self.layer)
+
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """What tells the parameter from others, without making its name."""
+        return self.target, self.layer
