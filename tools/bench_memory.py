@@ -4,7 +4,7 @@
     python tools/bench_memory.py --shape qwen2.5-7b --cases lora-no-critic lora-no-critic-offload
 
 Random weights of a published shape, prompts of random tokens, one rank. Every case is a run of its own, and shows the
-`memory/<phase>/peak` of its last step; of one that does not fit the table says so, and the others go on. Without a GPU
+`memory/<phase>/peak` of its last step; of one that does not fit, or fails, the table says so, and the others go on. Without a GPU
 there is no peak by phase: then the table has the resident memory of the whole run.
 """
 
@@ -47,6 +47,7 @@ CASES: dict[str, list[str]] = {
 }
 """Name → settings."""
 NOT_ENOUGH = "OutOfMemoryError"
+FAILED = "failed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,12 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     print(f"{options.shape}, {options.prompts * 2} sequences of {sum(options.lengths)} tokens, GiB")
     print("| case | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|", flush=True)
+    failures = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
         file = random_run.write_experiment(folder, options)
         for case in options.cases:
-            print(row(case, measure(file, folder / case, [*CASES[case], *options.overrides])), flush=True)
-    return 0
+            figures = measure(file, folder / case, [*CASES[case], *options.overrides])
+            failures += figures == FAILED
+            print(row(case, figures), flush=True)
+    return min(failures, 1)
 
 
 def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, float] | str:
@@ -75,7 +79,8 @@ def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, fl
     if result.returncode:
         if NOT_ENOUGH in result.stderr:
             return "does not fit"
-        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-6000:]}")
+        print(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-6000:]}", file=sys.stderr)
+        return FAILED
     last: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return last
 
