@@ -3,7 +3,8 @@
 A linear layer of Megatron may be several projections of Hugging Face, its rows in blocks that are cut over TP ranks.
 Its adapter has one A for each projection, and one B for each block, whose rows are the block's: so B is cut as the
 weight is, and each row of B meets the A of its own projection. The adapter of `….linear_qkv` is a module
-`….linear_qkv_lora` beside it.
+`….linear_qkv_lora` beside it. The experts of a layer are one target: its adapter holds an A and a B for each expert and
+projection, and stands beside all of them.
 """
 
 import re
@@ -13,7 +14,7 @@ from fnmatch import fnmatch
 
 from megappo.config.lora import ALL_LINEAR, LoraConfig
 from megappo.errors import ConfigError
-from megappo.models.weight_map import Block, Head, Rule, Segment, Shape, WeightMap
+from megappo.models.weight_map import EXPERT, Block, Head, Rule, Segment, Shape, WeightMap
 
 SUFFIX = "_lora"
 """Ends the name of an adapter, which stands beside its linear layer."""
@@ -25,10 +26,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 @dataclass(frozen=True)
 class AdapterTarget:
-    """A linear layer with the projections of it that are adapted.
+    """A linear layer, or that of all experts of a layer, with the projections of it that are adapted.
 
     `linear`: its global Megatron name. `rule`: that of its weight. `projections`: paths of Hugging Face modules, in the
-    order of the weight's rows. `in_size`: its columns, over all TP ranks.
+    order of the weight's rows; `{expert}` in them is an expert's number. `in_size`: its columns, over all TP ranks.
     """
 
     linear: str
@@ -41,12 +42,17 @@ class AdapterTarget:
         """Whether the columns are cut over TP ranks, rather than the rows."""
         return self.rule.axis == 1
 
+    @property
+    def adapter(self) -> str:
+        """The adapter's global name. Whether experts are grouped or modules of their own, theirs has the same one."""
+        return (self.linear if self.rule.experts is None else self.linear.replace(".experts.", ".experts_")) + SUFFIX
+
 
 def adapter_targets(
     weight_map: WeightMap, patterns: Sequence[str], setting: str = "model.lora"
 ) -> tuple[AdapterTarget, ...]:
-    """The layers of which `patterns` name a projection. ConfigError where one names nothing, experts, or other
-    projections in one layer than in another; `setting` is the section that has them."""
+    """The layers of which `patterns` name a projection. ConfigError where one names nothing, or other projections in
+    one layer than in another; `setting` is the section that has them."""
     candidates = _candidates(weight_map)
     names = {name: rule for rule in candidates for name in _modules(rule)}
     chosen = set()
@@ -56,13 +62,12 @@ def adapter_targets(
             possible = ", ".join(sorted({_last(name) for name in names}))
             raise ConfigError(f"{setting}.target_modules: {pattern!r} names no projection; there are {possible}")
         chosen |= matched
-    _refuse_experts(chosen, names, setting)
     _refuse_uneven(chosen, names, setting)
     targets = []
     for rule in candidates:
         projections = tuple(name for name in _modules(rule) if name in chosen)
         if projections:
-            in_size = weight_map.tensors[projections[0] + _WEIGHT][1]
+            in_size = _weight_shape(weight_map, projections[0])[1]
             targets.append(AdapterTarget(rule.names[0].removesuffix(_WEIGHT), rule, projections, in_size))
     return tuple(targets)
 
@@ -73,7 +78,10 @@ def adapter_map(weight_map: WeightMap, targets: Sequence[AdapterTarget], lora: L
     tensors: dict[str, Shape] = {}
     rules: list[Rule] = []
     for target in targets:
-        prefix = f"{target.linear}{SUFFIX}."
+        if target.rule.experts is not None:
+            rules += _expert_rules(weight_map, target, target.rule.experts, lora, tensors)
+            continue
+        prefix = f"{target.adapter}."
         for name in target.projections:
             rows = weight_map.tensors[name + _WEIGHT][0]
             peft = PEFT_PREFIX + name
@@ -118,6 +126,31 @@ def short_names(targets: Sequence[AdapterTarget]) -> list[str]:
     return sorted({_last(name) for target in targets for name in target.projections})
 
 
+def is_beside_experts(weight_map: WeightMap, name: str) -> bool:
+    """Whether a module has the last name of an expert's: it is one, or a shared expert's or a dense layer's."""
+    return any(_last(name) == _last(other) for other in expert_projections(weight_map))
+
+
+def expert_projections(weight_map: WeightMap) -> list[str]:
+    """Paths of the projections of all layers' experts, with `{expert}` for the number."""
+    return [name for rule in _candidates(weight_map) if rule.experts is not None for name in _modules(rule)]
+
+
+def refuse_kinds_for_experts(
+    weight_map: WeightMap, targets: Sequence[AdapterTarget], lora: LoraConfig, setting: str
+) -> None:
+    """ConfigError where experts would get what their adapters cannot be: PEFT knows neither DoRA nor dropout of the
+    feed-forward parts of a model with experts (0.21), so that no file could hold them."""
+    names = [name for target in targets for name in target.projections if is_beside_experts(weight_map, name)]
+    if not names or (lora.type == "lora" and lora.dropout == 0):
+        return
+    key, value, out = ("type", lora.type, "lora") if lora.type == "dora" else ("dropout", lora.dropout, "0")
+    raise ConfigError(
+        f"{setting}.{key}: {value}, but target_modules name {names[0]}, of the experts' kind, which has plain adapters "
+        f"alone; set it to {out}, or name projections of the attention: ['*.self_attn.*']"
+    )
+
+
 def _candidates(weight_map: WeightMap) -> list[Rule]:
     """The rules of linear layers."""
     return [
@@ -125,7 +158,7 @@ def _candidates(weight_map: WeightMap) -> list[Rule]:
         for rule in weight_map.rules
         if rule.axis is not None
         and not rule.is_vocabulary
-        and all(name.endswith("_proj.weight") for name in rule.sources)
+        and (rule.experts is not None or all(name.endswith("_proj.weight") for name in rule.sources))
     ]
 
 
@@ -148,25 +181,39 @@ def _renamed(segment: Segment, projections: Sequence[str], ending: str) -> Segme
     return Segment(source, segment.start if source else 0, segment.length)
 
 
-def _refuse_experts(chosen: set[str], names: dict[str, Rule], setting: str) -> None:
-    experts = sorted(name for name in chosen if names[name].experts is not None or "expert" in name)
-    if experts:
-        raise ConfigError(
-            f"{setting}.target_modules: they name {experts[0]}, of an expert, which adapters are not made for; "
-            "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
-        )
+def _weight_shape(weight_map: WeightMap, name: str) -> Shape:
+    """[rows, columns] of a projection; of any expert's, which are alike."""
+    return weight_map.tensors[name.replace(EXPERT, "0") + _WEIGHT]
+
+
+def _expert_rules(
+    weight_map: WeightMap, target: AdapterTarget, num_experts: int, lora: LoraConfig, tensors: dict[str, Shape]
+) -> list[Rule]:
+    """The rules of the adapter of all experts of a layer, made for one expert; its tensors are added to `tensors`."""
+    rules = []
+    for name in target.projections:
+        rows = _weight_shape(weight_map, name)[0]
+        sizes = {"A": (lora.rank, target.in_size), "B": (rows, lora.rank)}
+        for matrix, shape in sizes.items():
+            source = f"{PEFT_PREFIX}{name}.lora_{matrix}.weight"
+            tensors |= {source.replace(EXPERT, str(expert)): shape for expert in range(num_experts)}
+            # Column-parallel: B's rows are cut, A is whole; row-parallel: A's columns are, B is whole.
+            axis = {"A": 1, "B": None}[matrix] if target.is_row_parallel else {"A": None, "B": 0}[matrix]
+            block = (Segment(source, 0, shape[axis or 0]),)
+            rules.append(
+                Rule((f"{target.adapter}.lora_{matrix}.{_last(name)}",), axis, (block,), experts=num_experts)
+            )
+    return rules
 
 
 def _refuse_uneven(chosen: set[str], names: Iterable[str], setting: str) -> None:
-    by_layer: dict[str, set[str]] = {}
+    """Layers may differ in what they have, as a dense one from one with experts, not in what of it is adapted."""
+    is_chosen: dict[str, set[bool]] = {}
     for name in names:
         found = _LAYER.fullmatch(name)
         assert found is not None, f"{name} is in no layer"
-        in_layer = by_layer.setdefault(found[1], set())
-        if name in chosen:
-            in_layer.add(found[2])
-    first = next(iter(by_layer.values()))
-    if any(names != first for names in by_layer.values()):
+        is_chosen.setdefault(found[2], set()).add(name in chosen)
+    if any(len(answers) > 1 for answers in is_chosen.values()):
         raise ConfigError(
             f"{setting}.target_modules: they name other projections in one layer than in another; name them as q_proj "
             "or *.self_attn.*, without a layer's number"
