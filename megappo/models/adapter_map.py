@@ -20,6 +20,8 @@ SUFFIX = "_lora"
 """Ends the name of an adapter, which stands beside its linear layer."""
 PEFT_PREFIX = "base_model.model."
 """Begins PEFT's tensor names."""
+PEFT_EXPERTS_GATE_UP = "experts.gate_up_proj"
+PEFT_EXPERTS_DOWN = "experts.down_proj"
 _WEIGHT = ".weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
@@ -121,9 +123,37 @@ def projection_of(segment: Segment) -> str | None:
     return None if segment.source is None else segment.source.removesuffix(_WEIGHT)
 
 
-def short_names(targets: Sequence[AdapterTarget]) -> list[str]:
-    """The last parts of the adapted modules' paths, as PEFT's `target_modules` takes them."""
-    return sorted({_last(name) for target in targets for name in target.projections})
+@dataclass(frozen=True)
+class PeftTargets:
+    """What is adapted, as PEFT's configuration names it: last parts of modules' paths, and parameters. `has_experts`:
+    experts are among the parameters."""
+
+    modules: list[str]
+    parameters: list[str]
+    has_experts: bool
+
+
+def peft_targets(weight_map: WeightMap, targets: Sequence[AdapterTarget]) -> PeftTargets:
+    """PEFT's names of what is adapted.
+
+    With transformers 5 the experts of a layer are two parameters, into which PEFT (0.21) fuses the tensors of a file
+    that has them one by one. It takes a `gate_proj` among the modules for an expert's, but not in all families: so
+    experts are named as parameters, and a shared expert's and a dense layer's projections too.
+    """
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    has_experts = False
+    for name in (name for target in targets for name in target.projections):
+        found = _LAYER.fullmatch(name)
+        assert found is not None, f"{name} is in no layer"
+        if EXPERT in name:
+            has_experts = True
+        elif is_beside_experts(weight_map, name):
+            parameters.add(found[2] + _WEIGHT)
+        else:
+            modules.add(_last(name))
+    fused = [PEFT_EXPERTS_GATE_UP, PEFT_EXPERTS_DOWN] if has_experts else []
+    return PeftTargets(sorted(modules), fused + sorted(parameters), has_experts)
 
 
 def is_beside_experts(weight_map: WeightMap, name: str) -> bool:
