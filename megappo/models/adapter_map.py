@@ -161,6 +161,23 @@ def is_beside_experts(weight_map: WeightMap, name: str) -> bool:
     return any(_last(name) == _last(other) for other in expert_projections(weight_map))
 
 
+def missing_expert_tensors(weight_map: WeightMap, adapters: WeightMap, rank: int) -> dict[str, Shape]:
+    """PEFT's tensors of the projections of adapted experts that have no adapter: PEFT fuses those of all three, and
+    wants an adapter of each (0.21)."""
+    missing = {}
+    for name in expert_projections(weight_map):
+        rule = next(rule for rule in _candidates(weight_map) if name in _modules(rule))
+        rows, columns = _weight_shape(weight_map, name)
+        layer = PEFT_PREFIX + name.partition(EXPERT)[0]
+        if not any(tensor.startswith(layer) for tensor in adapters.tensors):
+            continue
+        for expert in range(rule.experts or 0):
+            peft = PEFT_PREFIX + name.replace(EXPERT, str(expert))
+            missing[f"{peft}.lora_A.weight"] = (rank, columns)
+            missing[f"{peft}.lora_B.weight"] = (rows, rank)
+    return {name: shape for name, shape in missing.items() if name not in adapters.tensors}
+
+
 def expert_projections(weight_map: WeightMap) -> list[str]:
     """Paths of the projections of all layers' experts, with `{expert}` for the number."""
     return [name for rule in _candidates(weight_map) if rule.experts is not None for name in _modules(rule)]
@@ -230,9 +247,7 @@ def _expert_rules(
             # Column-parallel: B's rows are cut, A is whole; row-parallel: A's columns are, B is whole.
             axis = {"A": 1, "B": None}[matrix] if target.is_row_parallel else {"A": None, "B": 0}[matrix]
             block = (Segment(source, 0, shape[axis or 0]),)
-            rules.append(
-                Rule((f"{target.adapter}.lora_{matrix}.{_last(name)}",), axis, (block,), experts=num_experts)
-            )
+            rules.append(Rule((f"{target.adapter}.lora_{matrix}.{_last(name)}",), axis, (block,), experts=num_experts))
     return rules
 
 

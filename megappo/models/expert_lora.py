@@ -64,8 +64,7 @@ class ExpertsAdapter(Adapter):
         return product + self._scaling * self._added(tokens, tokens_per_expert, slice(None))
 
     def change_output(self, place: int, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
-        """The hook of the linear layer of the local expert `place`: its (output [tokens, rows], bias) with ΔW's part.
-        """
+        """The hook of local expert `place`'s linear layer: its (output [tokens, rows], bias) with ΔW's part."""
         if not self.enabled:
             return None
         plain, bias = output

@@ -17,7 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
-from megappo.models.adapter_map import PEFT_EXPERTS_GATE_UP, AdapterTarget, adapter_map, adapter_targets, peft_targets
+from megappo.models.adapter_map import (
+    PEFT_EXPERTS_GATE_UP,
+    AdapterTarget,
+    adapter_map,
+    adapter_targets,
+    missing_expert_tensors,
+    peft_targets,
+)
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
 from megappo.models.export_hf import agreed_head, gathered, prepare_folder
@@ -56,6 +63,9 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
     if mesh.is_writer:
         tensors = {name: tensor for part in parts for name, tensor in part.items()}
         assert set(tensors) == set(weight_map.tensors), "an export writes every tensor of the adapters, once"
+        dtype = next(iter(tensors.values())).dtype
+        missing = missing_expert_tensors(base, weight_map, lora.rank)
+        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         copy_companions(spec.folder, partial)
         (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base

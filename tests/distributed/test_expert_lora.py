@@ -17,7 +17,9 @@ WEIGHT_LIMIT = 3e-5
 # Routed experts and a shared one, of actor and critic.
 ALL = "model.lora.rank=3,critic.lora.rank=3"
 # No dense parameter is trained on any rank; of the gate projections none.
-EXPERTS = "model.path={moe},algorithm.adv_estimator=grpo,model.lora.rank=3,model.lora.target_modules=[up_proj,down_proj]"
+EXPERTS = (
+    "model.path={moe},algorithm.adv_estimator=grpo,model.lora.rank=3,model.lora.target_modules=[up_proj,down_proj]"
+)
 SP = "layout.tp=2,layout.sequence_parallel=true"
 SEQUENTIAL = "model.experts=sequential"
 PLAIN_OPTIMIZER = "actor.optim.use_distributed_optimizer=false,critic.optim.use_distributed_optimizer=false"
