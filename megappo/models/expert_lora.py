@@ -42,6 +42,7 @@ class ExpertsAdapter(Adapter):
         self._scaling = lora.alpha / lora.rank
         self._first = first
         self._is_row_parallel = target.is_row_parallel
+        self._cut_axis = 2 if target.is_row_parallel else 1
         like = weights[0]
         num_experts = len(weights) if like.dim() == 2 else like.shape[0]
         names = [source.removesuffix(".weight").rpartition(".")[2] for source in target.rule.sources]
@@ -94,7 +95,7 @@ class ExpertsAdapter(Adapter):
             offsets = [*sharded_offsets, (axis, mesh.ep_rank, mesh.ep)]
             is_cut = self._is_cut(name)
             if is_cut:
-                offsets.append((axis + parameter.partition_dim, mesh.etp_rank, mesh.etp))
+                offsets.append((axis + self._cut_axis, mesh.etp_rank, mesh.etp))
             replica = (0, 0 if is_cut else mesh.etp_rank, mesh.expert_dp_rank)
             state[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}", parameter, *offsets, replica_id=replica, prepend_axis_num=axis
@@ -107,7 +108,7 @@ class ExpertsAdapter(Adapter):
         for name, parameter in self.named_parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-            parameter.partition_dim = 2 if self._is_row_parallel else 1  # type: ignore[attr-defined]
+            parameter.partition_dim = self._cut_axis  # type: ignore[attr-defined]
             parameter.partition_stride = 1  # type: ignore[attr-defined]
             if not self._is_cut(name) and self._mesh.etp_rank > 0:
                 parameter.shared = True  # type: ignore[attr-defined]

@@ -1,10 +1,16 @@
-"""Adapters on experts: every layout of experts makes the one-rank steps, and goes on from another one's checkpoint."""
+"""Adapters on experts: every layout of experts makes the one-rank steps, and goes on from another one's checkpoint;
+what switches leave, what is held for them, PEFT's own numbers."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.parity import Runs, largest_difference, read_folder, run_layouts, write_experiment
+from tests.support.ranks import run_ranks
 from tests.support.runs import learning
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -120,3 +126,76 @@ def test_a_checkpoint_goes_on_where_experts_are_laid_out_otherwise(runs: Runs, n
     _, source = RESUMED[name]
     worst = largest_difference(*(runs.folder / run / f"{role}-weights" for run in (name, source)))
     assert worst.relative <= WEIGHT_LIMIT, worst
+
+
+# Everything of a model with a shared expert; two projections of the experts of one without.
+MODELS = {"all": "qwen2_moe", "experts": "qwen3_moe", "own-layout": "qwen2_moe"}
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Where `programs/lora.py` wrote, and what it found."""
+    folder = tmp_path_factory.mktemp("inside")
+    for family in ("qwen2_moe", "qwen3_moe"):
+        tiny_tokenizer(tiny_model(folder / family, family))
+    config = write_experiment(folder, folder / "qwen2_moe", folder / "qwen2_moe")
+    grpo = ["algorithm.adv_estimator=grpo", "model.lora.rank=3"]
+    runs = {
+        "all": (1, [*grpo, SEQUENTIAL]),
+        "experts": (
+            1,
+            [*EXPERTS.replace("up_proj,", "up_proj;").replace("{moe}", str(folder / "qwen3_moe")).split(",")],
+        ),
+        # Merged copies of experts in another layout.
+        "own-layout": (2, [*grpo, *SP.split(","), "layout.etp=2", "rollout.tensor_model_parallel_size=1"]),
+    }
+    results = {}
+    for name, (nproc, words) in runs.items():
+        overrides = [word.replace(";", ",") for word in words]
+        results[name] = run_ranks(
+            "tests.distributed.programs.lora", "--config", config, "--folder", folder / name, "--overrides", *overrides,
+            nproc=nproc,
+        )  # fmt: skip
+    return folder, results
+
+
+Inside = tuple[Path, dict[str, dict[str, Any]]]
+
+
+@pytest.mark.parametrize("name", ["all", "experts"])
+def test_new_adapters_change_no_bit_and_merged_ones_compute_the_same(inside: Inside, name: str) -> None:
+    result = inside[1][name]
+    assert result["equal_at_start"] and result["equal_when_off"] and result["recomputed_equal"]
+    assert result["change"] > 0.1, "random adapters do change the output"
+    assert result["merged_difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_hundred_switches_leave_the_frozen_weights_and_the_engine_right(inside: Inside, name: str) -> None:
+    result = inside[1][name]
+    assert result["base_is_unchanged"] and max(result["probes"]) <= 1e-5
+    assert result["bytes_copied"] == (result["adapted_bytes"] if name == "own-layout" else 0)
+
+
+def test_gradients_and_optimizer_state_are_those_of_the_adapters_alone(inside: Inside) -> None:
+    """Rank 3 on 2 layers of 4 experts, up [16, 32] and down [32, 16]; float32, AdamW has two moments."""
+    elements = 2 * 4 * 2 * 3 * (16 + 32)
+    assert inside[1]["experts"]["bytes"] == {"optimizer": 8 * elements, "gradients": 4 * elements, "reference": 0}
+
+
+@pytest.mark.parametrize("name", ["all", "experts"])
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match")  # PEFT looks for them among modules alone (0.21)
+def test_peft_computes_the_same_log_probs(inside: Inside, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    folder, _ = inside
+    ours = load_file(folder / name / "forward.safetensors")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / MODELS[name], dtype=torch.float32)
+    with torch.no_grad():
+        plain = base(ours["tokens"]).logits.log_softmax(-1)
+        model = peft.PeftModel.from_pretrained(base, folder / name / "adapter")
+        theirs = model(ours["tokens"]).logits.log_softmax(-1)
+    found = ours["log_probs"][..., : theirs.shape[-1]]
+    assert float((found - theirs).abs().max()) <= 1e-5
+    assert float((found - plain).abs().max()) > 0.1
