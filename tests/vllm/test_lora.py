@@ -47,6 +47,7 @@ def test_frozen_weights_keep_every_bit(result: dict[str, Any]) -> None:
 
 
 def test_adapted_matrices_are_copies(result: dict[str, Any]) -> None:
-    """Directly, what is neither bound nor in vLLM's own order is a merged copy: all that adapters stand beside."""
-    assert result["copied"] >= result["adapted_bytes"]
+    """Directly, what is neither bound nor in vLLM's own order is a merged copy: all that adapters stand beside. Of
+    experts, which ranks share in training and cut in vLLM, a part comes from the other rank."""
+    assert result["copied"] + result["received"] >= result["adapted_bytes"]
     assert (result["aliased"] > 0) == (result["weights"] == "direct")

@@ -63,6 +63,7 @@ def run(trainer: PPOTrainer, mesh: Mesh) -> dict[str, Any]:
         "difference_without_adapters": without,
         "base_is_unchanged": all(gather_objects(after == frozen, dist.group.WORLD)),
         "copied": report.bytes_copied,
+        "received": report.bytes_received,
         "aliased": report.bytes_aliased,
         "adapted_bytes": adapted_bytes(model),
     }
