@@ -126,6 +126,17 @@ def test_every_expert_has_an_adapter_of_its_own() -> None:
     assert all(rule.axis is None and rule.experts == 4 for rule in whole)
 
 
+def test_experts_are_named_as_their_family_names_them() -> None:
+    """Mixtral's three; a dense layer among others is no other choice of projections."""
+    mixtral = weight_map(DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
+    assert short_names(adapter_targets(mixtral, ["w?"])) == ["w1", "w2", "w3"]
+    dense_first = weight_map(MOE | {"mlp_only_layers": [0]})
+    names = [target.adapter for target in adapter_targets(dense_first, ["down_proj"])]
+    assert names == ["decoder.layers.0.mlp.linear_fc2_lora", "decoder.layers.1.mlp.experts_weight2_lora"]
+    with pytest.raises(ConfigError, match="other projections in one layer than in another"):
+        adapter_targets(weight_map(MOE), ["*.layers.1.mlp.experts.*"])
+
+
 def test_a_shared_expert_is_named_as_parameters_in_the_file() -> None:
     shared = weight_map(MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 6})
     named = peft_targets(shared, adapter_targets(shared, ["*.mlp.shared_expert.*", "q_proj"]))
