@@ -193,8 +193,8 @@ def refuse_kinds_for_experts(
         return
     key, value, out = ("type", lora.type, "lora") if lora.type == "dora" else ("dropout", lora.dropout, "0")
     raise ConfigError(
-        f"{setting}.{key}: {value}, but target_modules name {names[0].replace(EXPERT, '0')}, of the experts' kind, which "
-        f"has plain adapters alone; set it to {out}, or name projections of the attention: ['*.self_attn.*']"
+        f"{setting}.{key}: {value}, but target_modules name {names[0].replace(EXPERT, '0')}, of the experts' kind, "
+        f"which has plain adapters alone; set it to {out}, or name projections of the attention: ['*.self_attn.*']"
     )
 
 
