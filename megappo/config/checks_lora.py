@@ -28,10 +28,14 @@ def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> lis
         reason = f"Transformer Engine fuses norms into the layers that {path} adapts"
         problems.append(Problem("model.layers", '"te"', reason, "set it to torch or auto (then torch), or rank to 0"))
     folder = config.model.path if path == "model.lora" else config.critic.path or config.model.path
+    # Other patterns can name experts too: those are refused where the adapters are made, which know the names.
     if ALL_LINEAR in lora.target_modules and _has_experts(folder):
-        reason = f"{folder} has experts, which adapters are not made for"
-        remedy = "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
-        problems.append(Problem(f"{path}.target_modules", typed(list(lora.target_modules)), reason, remedy))
+        reason = f"{folder} has experts, whose adapters are plain: PEFT knows no others"
+        remedy = "or name projections of the attention: target_modules: ['*.self_attn.*']"
+        if lora.type == "dora":
+            problems.append(Problem(f"{path}.type", typed(lora.type), reason, f"set it to lora, {remedy}"))
+        if lora.dropout > 0:
+            problems.append(Problem(f"{path}.dropout", typed(lora.dropout), reason, f"set it to 0, {remedy}"))
     return problems
 
 

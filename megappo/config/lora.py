@@ -7,7 +7,7 @@ from pydantic import Field
 from megappo.config.base import Section
 
 ALL_LINEAR = "all-linear"
-"""Every projection of attention and feed-forward part."""
+"""Every projection of attention and feed-forward part, experts included."""
 
 
 class LoraConfig(Section):
@@ -21,7 +21,7 @@ class LoraConfig(Section):
     """Share of an adapter's inputs that an update leaves out; the log-prob passes and generation leave out none."""
     target_modules: tuple[str, ...] = Field((ALL_LINEAR,), min_length=1)
     """What is adapted, the same in every layer: names of Hugging Face modules (`q_proj`), patterns of names or of whole
-    paths (`*_proj`, `*.self_attn.*`), or `all-linear`."""
+    paths (`*_proj`, `*.self_attn.*`, `*.experts.*`), or `all-linear`."""
     type: Literal["lora", "dora"] = "lora"
     """`dora` trains the length of each row of W + ΔW too, apart from its direction."""
     export_merged: bool = False

@@ -7,15 +7,24 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
 from megappo.errors import ConfigError
-from megappo.models.adapter_map import SUFFIX, AdapterTarget, adapter_map, adapter_targets, row_blocks
+from megappo.models.adapter_map import (
+    AdapterTarget,
+    adapter_map,
+    adapter_targets,
+    refuse_kinds_for_experts,
+    row_blocks,
+)
 from megappo.models.architecture import ModelSpec
 from megappo.models.chunks import StageModel, chunks_of
+from megappo.models.expert_lora import ExpertsAdapter, attach_to_experts, expert_adapters
 from megappo.models.import_hf import head_of
 from megappo.models.lora import LinearAdapter, adapters
 from megappo.models.stage_parameters import StageParameter, stage_parameters
@@ -36,7 +45,8 @@ def attach_lora(
     the head of a value model). `seed` decides A, on every layout alike. Raises ConfigError, in which `setting` is the
     section of `lora`. All TP ranks call it."""
     weight_map = spec.family.weight_map(spec.shape, head)
-    targets = {target.linear: target for target in adapter_targets(weight_map, lora.target_modules, setting)}
+    targets = {target.adapter: target for target in adapter_targets(weight_map, lora.target_modules, setting)}
+    refuse_kinds_for_experts(weight_map, tuple(targets.values()), lora, setting)
     model.requires_grad_(False)
     if head_of(model) == "value":
         chunks_of(model)[-1].output_layer.requires_grad_(True)
@@ -44,13 +54,16 @@ def attach_lora(
         prefix = f"decoder.layers.{layer.layer_number - 1}."
         for target in (target for name, target in targets.items() if name.startswith(prefix)):
             parent, _, name = target.linear.removeprefix(prefix).rpartition(".")
+            if target.rule.experts is not None:
+                attach_to_experts(layer.mlp, target, lora, mesh)
+                continue
             _attach(layer.get_submodule(parent), name, target, weight_map, lora, mesh)
     with torch.no_grad():
         for item in stage_parameters(
             model, adapter_map(weight_map, tuple(targets.values()), lora, head), is_partial=True
         ):
             if ".lora_A." in item.name:
-                _draw(item, mesh, lora.rank, targets[item.name.partition(SUFFIX)[0]].in_size, seed)
+                _draw(item, mesh, lora.rank, targets[item.name.partition(".lora_A.")[0]].in_size, seed)
     for _, linear, adapter in adapters(model):
         adapter.reset_magnitude(linear)
     model.lora = lora
@@ -66,7 +79,11 @@ class Merge:
     """Gives the weights of a stage with what its adapters add: new tensors, the weights themselves stay as they are."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._of_weight = {linear.weight: (linear, adapter) for _, linear, adapter in adapters(model)}
+        self._of_weight: dict[nn.Parameter, Callable[[StageParameter], Tensor]] = {}
+        for _, linear, adapter in adapters(model):
+            self._of_weight[linear.weight] = partial(_merged_linear, linear, adapter)  # type: ignore[index]
+        for weight, experts in expert_adapters(model):
+            self._of_weight[weight] = partial(_merged_expert, experts)
 
     def changes(self, item: StageParameter) -> bool:
         """Whether an adapter stands beside the parameter."""
@@ -74,8 +91,17 @@ class Merge:
 
     def __call__(self, item: StageParameter) -> Tensor:
         """The parameter's tensor, or a new one with ΔW in it. All TP ranks of a model copy call it together."""
-        found = self._of_weight.get(item.parameter)
-        return item.tensor if found is None else found[1].merged(found[0])
+        merged = self._of_weight.get(item.parameter)
+        return item.tensor if merged is None else merged(item)
+
+
+def _merged_linear(linear: nn.Module, adapter: LinearAdapter, item: StageParameter) -> Tensor:
+    return adapter.merged(linear)
+
+
+def _merged_expert(adapter: ExpertsAdapter, item: StageParameter) -> Tensor:
+    assert item.expert is not None, f"{item.name} is an expert's"
+    return adapter.merged(item.tensor, item.expert)
 
 
 def _attach(
@@ -88,7 +114,7 @@ def _attach(
         )
     blocks = [_share(block, target, mesh) for block in row_blocks(weight_map, target)]
     adapter = LinearAdapter(target, blocks, lora, mesh, linear.weight)  # type: ignore[arg-type]
-    parent.add_module(f"{name}{SUFFIX}", adapter)
+    parent.add_module(target.adapter.rpartition(".")[2], adapter)
     linear.register_forward_hook(adapter.change_output)
 
 

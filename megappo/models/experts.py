@@ -7,6 +7,7 @@ and the exchange of tokens between ranks, is Megatron's; the other choice, one m
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ class GroupedExperts(MegatronModule):
 
         self.weight1 = empty(2 * rows, hidden)
         self.weight2 = empty(hidden, rows)
+        self.changes: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
+        """Of a parameter's name, what adapters make of its product, its tokens and the numbers of tokens."""
         self.register_load_state_dict_post_hook(_without_extra_state)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -53,9 +56,14 @@ class GroupedExperts(MegatronModule):
         Returns this expert TP rank's part of each token's output, times its router probability, and no bias. Experts
         without a token get a gradient of zero.
         """
-        gate, up = grouped_product(tokens, self.weight1, tokens_per_expert).chunk(2, dim=-1)
+        gate, up = self._product("weight1", tokens, tokens_per_expert).chunk(2, dim=-1)
         scaled = functional.silu(gate) * up * probs[:, None]
-        return grouped_product(scaled.to(tokens.dtype), self.weight2, tokens_per_expert), None
+        return self._product("weight2", scaled.to(tokens.dtype), tokens_per_expert), None
+
+    def _product(self, name: str, tokens: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        product = grouped_product(tokens, getattr(self, name), tokens_per_expert)
+        change = self.changes.get(name)
+        return product if change is None else change(product, tokens, tokens_per_expert)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None

@@ -6,6 +6,7 @@ The whole model with the adapters in it is written by `export_hf.py`.
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
-from megappo.models.adapter_map import AdapterTarget, adapter_map, adapter_targets, short_names
+from megappo.models.adapter_map import (
+    PEFT_EXPERTS_GATE_UP,
+    AdapterTarget,
+    adapter_map,
+    adapter_targets,
+    missing_expert_tensors,
+    peft_targets,
+)
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
 from megappo.models.export_hf import agreed_head, gathered, prepare_folder
@@ -55,6 +63,9 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
     if mesh.is_writer:
         tensors = {name: tensor for part in parts for name, tensor in part.items()}
         assert set(tensors) == set(weight_map.tensors), "an export writes every tensor of the adapters, once"
+        dtype = next(iter(tensors.values())).dtype
+        missing = missing_expert_tensors(base, weight_map, lora.rank)
+        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         copy_companions(spec.folder, partial)
         (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base
@@ -85,6 +96,14 @@ def put_rows(tensors: dict[str, Tensor], rule: Rule, shards: Sequence[Tensor], w
 
 def peft_config(spec: ModelSpec, lora: LoraConfig, targets: tuple[AdapterTarget, ...], head: Head) -> dict[str, Any]:
     """adapter_config.json, as `peft.LoraConfig` reads it."""
+    named = peft_targets(spec.family.weight_map(spec.shape, head), targets)
+    parameters: dict[str, Any] = {}
+    if named.parameters:
+        parameters["target_parameters"] = named.parameters
+    if named.has_experts:
+        # Fused, gate's and up's adapters are one of twice the rank, with the same alpha / rank.
+        pattern = rf".*\.{re.escape(PEFT_EXPERTS_GATE_UP)}"
+        parameters |= {"rank_pattern": {pattern: 2 * lora.rank}, "alpha_pattern": {pattern: 2 * lora.alpha}}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
@@ -92,7 +111,8 @@ def peft_config(spec: ModelSpec, lora: LoraConfig, targets: tuple[AdapterTarget,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": short_names(targets),
+        "target_modules": named.modules,
+        **parameters,
         "modules_to_save": ["score"] if head == "value" else None,
         "use_dora": lora.type == "dora",
         "use_rslora": False,

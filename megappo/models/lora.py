@@ -29,7 +29,13 @@ from megappo.models.weight_map import Block
 from megappo.parallel.mesh import Mesh
 
 
-class LinearAdapter(nn.Module):
+class Adapter(nn.Module):
+    """What stands beside frozen weights and changes what they give, while it is `enabled`."""
+
+    enabled = True
+
+
+class LinearAdapter(Adapter):
     """ΔW = alpha / rank · B · A of a column- or row-parallel layer, an A for each of its projections.
 
     Column-parallel: A [rank, in] is whole on every TP rank, B [rows / tp, rank] is cut; row-parallel: A [rank, in / tp]
@@ -51,7 +57,6 @@ class LinearAdapter(nn.Module):
         self._rank = lora.rank
         self._scaling = lora.alpha / lora.rank
         self._dropout = lora.dropout
-        self.enabled = True
         columns = weight.shape[1]
         # A ParameterDict sorts what it is given (torch 2.13): the order of projections is kept beside it.
         self._names = [name.rpartition(".")[2] for name in target.projections]
@@ -217,7 +222,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, LinearAdapter]]
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """While inside, `model` computes what it did before it had adapters."""
-    found = [adapter for _, _, adapter in adapters(model) if adapter.enabled]
+    found = [module for module in model.modules() if isinstance(module, Adapter) and module.enabled]
     try:
         for adapter in found:
             adapter.enabled = False

@@ -23,12 +23,14 @@ ONE_RANK = {
     "gemma2": f"model.path={{gemma2}},{NO_CRITIC}",
     "adapters": f"model.path={{gemma2}},{NO_CRITIC},{LORA}",
     "experts": f"model.path={{moe}},{NO_CRITIC},{ROUTERS}",
+    "expert_adapters": f"model.path={{moe}},{NO_CRITIC},{LORA}",
 }
 TWO_RANKS = {
     "gemma2-tp2": f"{ONE_RANK['gemma2']},layout.tp=2,layout.sequence_parallel=true,{LEAN}",
     "adapters-dp2": f"{ONE_RANK['adapters']},{LEAN}",
     "adapters-pp2": f"{ONE_RANK['adapters']},layout.pp=2,{LEAN}",
     "experts-ep2": f"{ONE_RANK['experts']},layout.ep=2,{LEAN}",
+    "expert_adapters-ep2": f"{ONE_RANK['expert_adapters']},layout.ep=2,{LEAN}",
 }
 
 

@@ -10,7 +10,13 @@ from megappo.config.load import load_experiment
 from megappo.config.lora import LoraConfig
 from megappo.config.problem import Severity
 from megappo.errors import ConfigError
-from megappo.models.adapter_map import adapter_map, adapter_targets, short_names
+from megappo.models.adapter_map import (
+    AdapterTarget,
+    adapter_map,
+    adapter_targets,
+    peft_targets,
+    refuse_kinds_for_experts,
+)
 from megappo.models.export_adapter import put_rows
 from megappo.models.families import FAMILIES
 from megappo.models.weight_map import Rule, Segment, WeightMap
@@ -30,6 +36,10 @@ MOE = DENSE | {
 def weight_map(config: dict[str, object]) -> WeightMap:
     family = FAMILIES[str(config["model_type"])]
     return family.weight_map(family.shape(config), "lm")
+
+
+def short_names(targets: tuple[AdapterTarget, ...]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for target in targets for name in target.projections})
 
 
 def test_patterns_name_projections_by_their_last_part_or_by_their_path() -> None:
@@ -62,7 +72,7 @@ def test_rows_of_b_are_cut_as_the_weights_and_rows_without_an_adapter_are_paddin
     [
         (DENSE, "lm_head", "'lm_head' names no projection; there are down_proj, gate_proj, k_proj"),
         (DENSE, "model.layers.0.*", "other projections in one layer than in another; name them as q_proj"),
-        (MOE, "up_proj", "of an expert, which adapters are not made for; name projections of the attention"),
+        (MOE, "mlp.gate", "names no projection; there are down_proj, gate_proj, k_proj"),
     ],
 )
 def test_what_patterns_may_not_name(config: dict[str, object], pattern: str, message: str) -> None:
@@ -87,12 +97,54 @@ def test_settings_that_cannot_be_or_do_nothing(
     assert [problem.severity for problem in problems if problem.path == path] == [severity]
 
 
-def test_all_projections_of_a_model_with_experts_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("setting", "way_out"), [("type=dora", "set it to lora"), ("dropout=0.1", "set it to 0")])
+def test_experts_have_plain_adapters_alone(tmp_path: Path, setting: str, way_out: str) -> None:
     file = write_experiment(tmp_path, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=8)
-    problems = check_experiment(load_experiment(file, ["model.lora.rank=4"]))
-    assert [problem.remedy for problem in problems if problem.path == "model.lora.target_modules"] == [
-        "name projections of the attention: [q_proj, k_proj, v_proj, o_proj]"
-    ]
+    words = ["model.lora.rank=4", f"model.lora.{setting}"]
+    key, _, value = setting.partition("=")
+    (problem,) = (one for one in check_experiment(load_experiment(file, words)) if one.path == f"model.lora.{key}")
+    assert problem.severity is Severity.ERROR and problem.remedy.startswith(f"{way_out}, or name projections")
+    attention = check_experiment(load_experiment(file, [*words, 'model.lora.target_modules=["*.self_attn.*"]']))
+    assert not [one for one in attention if one.path == f"model.lora.{key}"]
+    moe, lora = weight_map(MOE), LoraConfig.model_validate({"rank": 4, key: value})
+    refuse_kinds_for_experts(moe, adapter_targets(moe, ["*.self_attn.*"]), lora, "critic.lora")
+    with pytest.raises(ConfigError, match=rf"critic\.lora\.{key}: .*target_modules name .*up_proj, .*{way_out}"):
+        refuse_kinds_for_experts(moe, adapter_targets(moe, ["up_proj"]), lora, "critic.lora")
+
+
+def test_every_expert_has_an_adapter_of_its_own() -> None:
+    """Layer 1 of 4 experts of 4 rows: B's rows are cut over expert TP ranks, A's columns of the down projection."""
+    moe, lora = weight_map(MOE), LoraConfig(rank=3, target_modules=("up_proj", "down_proj"))
+    mapped = adapter_map(moe, adapter_targets(moe, lora.target_modules), lora, "lm")
+    rules, peft = mapped.by_parameter(), "base_model.model.model.layers.1.mlp.experts.2."
+    assert len(mapped.tensors) == 2 * 4 * 2 * 2
+    prefix = "decoder.layers.1.mlp.experts_weight"
+    b, a = rules[f"{prefix}1_lora.lora_B.up_proj"].of_expert(2), rules[f"{prefix}2_lora.lora_A.down_proj"].of_expert(2)
+    assert b.axis == 0 and b.shard(2, 1) == (Segment(f"{peft}up_proj.lora_B.weight", 2, 2),)
+    assert a.axis == 1 and a.shard(2, 1) == (Segment(f"{peft}down_proj.lora_A.weight", 2, 2),)
+    whole = rules[f"{prefix}1_lora.lora_A.up_proj"], rules[f"{prefix}2_lora.lora_B.down_proj"]
+    assert all(rule.axis is None and rule.experts == 4 for rule in whole)
+
+
+def test_experts_are_named_as_their_family_names_them() -> None:
+    """Mixtral's three; a dense layer among others is no other choice of projections."""
+    mixtral = weight_map(DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2})
+    assert short_names(adapter_targets(mixtral, ["w?"])) == ["w1", "w2", "w3"]
+    dense_first = weight_map(MOE | {"mlp_only_layers": [0]})
+    names = [target.adapter for target in adapter_targets(dense_first, ["down_proj"])]
+    assert names == ["decoder.layers.0.mlp.linear_fc2_lora", "decoder.layers.1.mlp.experts_weight2_lora"]
+    with pytest.raises(ConfigError, match="other projections in one layer than in another"):
+        adapter_targets(weight_map(MOE), ["*.layers.1.mlp.experts.*"])
+
+
+def test_a_shared_expert_is_named_as_parameters_in_the_file() -> None:
+    shared = weight_map(MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 6})
+    named = peft_targets(shared, adapter_targets(shared, ["*.mlp.shared_expert.*", "q_proj"]))
+    assert named.modules == ["q_proj"] and not named.has_experts
+    assert named.parameters == [f"mlp.shared_expert.{part}_proj.weight" for part in ("down", "gate", "up")]
+    every = peft_targets(shared, adapter_targets(shared, ["all-linear"]))
+    assert every.modules == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert every.parameters == ["experts.gate_up_proj", "experts.down_proj", *named.parameters]
 
 
 def test_a_projection_that_is_two_blocks_of_its_layer_has_one_b_in_the_file() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from megappo.engines.hybrid.execute import Moved
@@ -25,35 +26,41 @@ class TrainingShards:
         owners = {source: rule.names[0] for rule in weight_map.rules if not rule.is_copy for source in rule.sources}
         self._shards: dict[str, list[Tensor]] = {}
         self._merge = Merge(model)
-        self._adapted: dict[str, StageParameter] = {}
+        self._adapted: dict[str, list[StageParameter]] = {}
         self._has_copies = False
         for parameter in stage_parameters(model, weight_map):
             name = owners[parameter.rule.sources[0]] if parameter.rule.is_copy else parameter.rule.names[0]
             shards = self._shards.setdefault(name, [])
             if self._merge.changes(parameter):
-                self._adapted[name] = parameter
+                self._adapted.setdefault(name, []).append(parameter)
             if parameter.expert is None:
                 shards.append(parameter.tensor.detach())
             elif parameter.parameter is parameter.tensor:
                 shards.append(parameter.tensor.detach()[None])
             elif not shards:
                 shards.append(parameter.parameter.detach())
+        self._frozen = {name: self._shards[name] for name in self._adapted}
 
     def refresh(self) -> None:
         """Merges the adapters of this moment. All TP ranks of a model copy call it together, before a switch."""
-        for name, parameter in self._adapted.items():
-            merged = self._merge(parameter).detach()
-            if self._has_copies:
-                self._shards[name][0].copy_(merged)
-            else:
-                self._shards[name] = [merged]
+        for name, parameters in self._adapted.items():
+            if not self._has_copies:
+                self._shards[name] = [torch.empty_like(shard) for shard in self._shards[name]]
+            for parameter, matrix in zip(parameters, self._matrices(name), strict=True):
+                matrix.copy_(self._merge(parameter))
         self._has_copies = True
 
     def drop(self) -> None:
         """Lets go of the merged copies; the next `refresh` makes them in other memory."""
-        for name, parameter in self._adapted.items():
-            self._shards[name] = [parameter.tensor.detach()]
+        for name in self._adapted:
+            self._shards[name] = self._frozen[name]
         self._has_copies = False
+
+    def _matrices(self, name: str) -> list[Tensor]:
+        """The shard's matrices, of which experts have one each."""
+        if self._adapted[name][0].expert is None:
+            return self._shards[name]
+        return [matrix for shard in self._shards[name] for matrix in shard]
 
     def with_copies_counted(self, moved: Moved, planner: Planner, rank: int) -> Moved:
         """`moved`, in which the bytes of merged copies that an engine aliases count as copied."""

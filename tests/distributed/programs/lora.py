@@ -23,6 +23,7 @@ from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.models.attach_lora import Merge
+from megappo.models.expert_lora import expert_adapters
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.lora import adapters, adapters_off
@@ -51,7 +52,7 @@ def main() -> None:
     trainer = build_ppo(config, mesh)
     model, spec = trainer.actor.engine.optimizer.wrapped.module, trainer.loop._parts.spec
     result: dict[str, Any] = {"bytes": held_bytes(trainer)}
-    if config.model.lora.is_used and mesh.tp == 1:
+    if config.model.lora.is_used and mesh.world_size == 1:
         tokens = torch.randint(4, 99, (2, 20), generator=torch.Generator().manual_seed(0))
         with adapters_off(model):
             base = forward(model, tokens)
@@ -76,7 +77,7 @@ def main() -> None:
     if config.model.lora.is_used:
         before = fingerprint(model)
         result["probes"], result["bytes_copied"] = turns(trainer, model, spec, mesh)
-        result["adapted_bytes"] = sum(linear.weight.nbytes for _, linear, _ in adapters(model))
+        result["adapted_bytes"] = adapted_bytes(model)
         result["base_is_unchanged"] = fingerprint(model) == before
     trainer.collector.reward.close()  # type: ignore[union-attr]
     if mesh.is_writer:
@@ -96,14 +97,14 @@ def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
     unmerged = forward(model, tokens)
     merge = Merge(model)
     items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
-    kept = [item.parameter.detach().clone() for item in items]
+    kept = [item.tensor.detach().clone() for item in items]
     merged = [merge(item) for item in items]
     for item, weight in zip(items, merged, strict=True):
-        item.parameter.data.copy_(weight)
+        item.tensor.data.copy_(weight)
     with adapters_off(model):
         difference = float((forward(model, tokens) - unmerged).abs().max())
     for item, weight in zip(items, kept, strict=True):
-        item.parameter.data.copy_(weight)
+        item.tensor.data.copy_(weight)
     return difference
 
 
@@ -154,19 +155,28 @@ def turns(trainer: PPOTrainer, model: GPTModel, spec: Any, mesh: Any) -> tuple[l
     return found, copied
 
 
+def adapted_bytes(model: GPTModel) -> int:
+    """Bytes of the frozen weights that adapters stand beside on this rank."""
+    linears = sum(linear.weight.nbytes for _, linear, _ in adapters(model))
+    return linears + sum(weight.nbytes for weight, _ in expert_adapters(model))
+
+
 def held_bytes(trainer: PPOTrainer) -> dict[str, int]:
     """Bytes of the actor's gradients and optimizer state, and of a reference of its own."""
     optimizer: Optimizer = trainer.actor.engine.optimizer
     optimizer._create_state()
-    inner = [part.optimizer for part in getattr(optimizer._optimizer, "chained_optimizers", [optimizer._optimizer])]
     state = sum(
-        value.nbytes for one in inner for values in one.state.values() for key, value in values.items() if key != "step"
+        value.nbytes
+        for inner in optimizer._inner()
+        for values in inner.state.values()
+        for key, value in values.items()
+        if key != "step"
     )
     wrapped = optimizer.wrapped
     buffers = wrapped.buffers + wrapped.expert_parallel_buffers
     reference = trainer.reference
     assert isinstance(reference, ReferenceWorker)
-    is_own = not any(True for _ in adapters(reference.engine.model))
+    is_own = adapted_bytes(reference.engine.model) == 0
     return {
         "optimizer": state,
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),

@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from megappo.config.load import load_experiment
 from megappo.engines.rollout import SamplingParams
-from megappo.models.lora import adapters, adapters_off
+from megappo.models.lora import adapters_off
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.build import build_ppo
 from megappo.trainer.collect import Collector
 from megappo.trainer.ppo import PPOTrainer
-from tests.distributed.programs.lora import fingerprint
+from tests.distributed.programs.lora import adapted_bytes, fingerprint
 from tests.vllm.programs.switch import Setup
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -63,8 +63,9 @@ def run(trainer: PPOTrainer, mesh: Mesh) -> dict[str, Any]:
         "difference_without_adapters": without,
         "base_is_unchanged": all(gather_objects(after == frozen, dist.group.WORLD)),
         "copied": report.bytes_copied,
+        "received": report.bytes_received,
         "aliased": report.bytes_aliased,
-        "adapted_bytes": sum(linear.weight.nbytes for _, linear, _ in adapters(model)),
+        "adapted_bytes": adapted_bytes(model),
     }
 
 
