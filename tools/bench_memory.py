@@ -4,8 +4,8 @@
     python tools/bench_memory.py --shape qwen2.5-7b --cases lora-no-critic lora-no-critic-offload
 
 Random weights of a published shape, prompts of random tokens, one rank. Every case is a run of its own, and shows the
-`memory/<phase>/peak` of its last step; of one that does not fit, or fails, the table says so, and the others go on. Without a GPU
-there is no peak by phase: then the table has the resident memory of the whole run.
+`memory/<phase>/peak` of its last step; where one does not fit, or fails, the table says so, and the others go on.
+Without a GPU there is no peak by phase: then the table has the resident memory of the whole run.
 """
 
 import argparse
