@@ -30,3 +30,15 @@ class OptimConfig(Section):
     """Final learning rate as a fraction of `lr` (cosine and linear)."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel ranks bucket by bucket, while the backward pass computes the next."""
+    overlap_param_gather: bool = False
+    """Gather what other data-parallel ranks stepped bucket by bucket in the next forward pass, while it computes with
+    the one before; needs the distributed optimizer and `overlap_grad_reduce`."""
+    align_param_gather: bool = False
+    """With virtual stages: all pipeline stages begin to gather a chunk at the same time, not each when it needs it."""
+    bucket_size: int | None = Field(None, ge=1)
+    """With `overlap_grad_reduce`: a bucket is closed when it has so many parameters; null takes Megatron's, 40 million,
+    or a million for each data-parallel rank where that is more."""
+    grad_reduce_in_fp32: bool = True
+    """Add up gradients over micro-batches and ranks in float32; false does it in `model.dtype`."""

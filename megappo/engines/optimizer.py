@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -17,9 +17,10 @@ from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
+from megappo.engines.overlap import check_gathered, finish_gather, wrapped_chunks
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
-from megappo.models.chunks import ModelChunks, StageModel, chunks_of
+from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.sharded import shards_of
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
@@ -55,8 +56,7 @@ class Optimizer:
         if shards is not None:
             self.chunks = [ShardedModel(shards)]
         else:
-            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
-            self.chunks = [DistributedDataParallel(model.config, settings, chunk) for chunk in chunks_of(model)]
+            self.chunks = list(wrapped_chunks(model, config))
         self.wrapped: DistributedDataParallel | ShardedModel | WrappedChunks = self.chunks[0]
         if isinstance(model, ModelChunks):
             self.wrapped = WrappedChunks(self.chunks, model)
@@ -69,6 +69,7 @@ class Optimizer:
                 weight_decay=config.weight_decay,
                 adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
                 params_dtype=dtype, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_distributed,
+                overlap_param_gather=config.overlap_param_gather,
             ),
             self.chunks,
             use_gloo_process_groups=False,
@@ -87,6 +88,7 @@ class Optimizer:
             {"params": model.parameters, "grads": self._gradient_buffers, "optimizer": self._state_tensors},
             [kind for kind in kinds if getattr(offload, kind)],
             next(model.parameters()).device,
+            gather=lambda: finish_gather(self.chunks),
         )
 
     @property
@@ -234,6 +236,7 @@ def _refuse_ranks_without_experts(has_experts: list[int], pp: int, virtual: Sequ
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's reductions of gradients over ranks, without its division: losses here have global denominators."""
+    check_gathered(model)
     finalize_model_grads(model, None, **options)
 
 

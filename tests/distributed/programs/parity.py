@@ -251,7 +251,7 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
             _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_paths[role])
         trainer.fit()
     for role, engine in roles.items():
-        engine.memory.need("params")
+        engine.memory.need_whole()
         export_trained(engine.optimizer.wrapped.module, read_model(model_paths[role]), mesh, folder / f"{role}-weights")
     trainer.collector.reward.close()  # type: ignore[union-attr]
     # The default group stays: torchrun's store does not take a second one with the same names.
