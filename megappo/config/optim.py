@@ -42,3 +42,14 @@ class OptimConfig(Section):
     or a million for each data-parallel rank where that is more."""
     grad_reduce_in_fp32: bool = True
     """Add up gradients over micro-batches and ranks in float32; false does it in `model.dtype`."""
+    use_precision_aware_optimizer: bool = False
+    """Let Transformer Engine's AdamW keep what it needs in the types of the next four settings, beside bfloat16
+    parameters; needs the distributed optimizer and a GPU."""
+    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The type of the gradients that the optimizer reads: float32 with `grad_reduce_in_fp32`, bfloat16 without."""
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    """The type of the parameters that the optimizer steps; float16 ones have a scale for each tensor."""
+    exp_avg_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """The type of AdamW's first moment; float16 ones have a scale for each tensor."""
+    exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """The type of AdamW's second moment; float16 ones have a scale for each tensor."""
