@@ -14,7 +14,7 @@ _OF_WHOLE_PARAMETERS = (
 
 def optim_problems(config: ExperimentConfig) -> list[Problem]:
     """Every error and warning about overlapped communication, precision of gradients and states."""
-    problems = []
+    problems: list[Problem] = []
     has_critic = config.trainer.kind == "ppo" and config.needs_critic
     for role, section, is_cut, is_built in (
         ("actor", config.actor.optim, config.actor.fsdp.enable, True),

@@ -17,6 +17,7 @@ from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
+from megappo.engines.optimizer_states import create_state, precision_settings
 from megappo.engines.overlap import check_gathered, finish_gather, wrapped_chunks
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
@@ -69,7 +70,7 @@ class Optimizer:
                 weight_decay=config.weight_decay,
                 adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
                 params_dtype=dtype, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_distributed,
-                overlap_param_gather=config.overlap_param_gather,
+                overlap_param_gather=config.overlap_param_gather, **precision_settings(config),
             ),
             self.chunks,
             use_gloo_process_groups=False,
@@ -131,7 +132,8 @@ class Optimizer:
     def sharded_state(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds of this optimizer, as Megatron's sharded tensors."""
         if loading:
-            self._create_state()
+            for inner in self._inner():
+                create_state(inner)
         return {
             "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata),
             "schedule": self._schedule.state_dict(),
@@ -152,7 +154,8 @@ class Optimizer:
         return [gradient for chunk in self.chunks for gradient in gradients_of(chunk)]
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """AdamW's moments, and the float32 parameters that it steps where they are not the model's own."""
+        """AdamW's moments, and the parameters that it steps where they are not the model's own; a precision-aware one
+        has these beside the moments."""
         own = storages_of(self.wrapped.parameters())
         for inner in self._inner():
             for state in inner.state.values():
@@ -167,17 +170,6 @@ class Optimizer:
             inner = getattr(part, "optimizer", None)
             if isinstance(inner, torch.optim.Optimizer):
                 yield inner
-
-    def _create_state(self) -> None:
-        """Makes torch AdamW's state before its first step, where loading needs tensors to load into."""
-        for inner in self._inner():
-            for param in (param for group in inner.param_groups for param in group["params"]):
-                if not inner.state[param]:
-                    inner.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
 
 
 class WrappedChunks(torch.nn.Module):

@@ -1,8 +1,8 @@
 """Communication of data-parallel ranks beside computation: Megatron's DDP with buckets, and when what is whole.
 
-Gradients of a bucket are reduced while the backward pass computes those of the next. The optimizer leaves the parameters
-that other ranks stepped stale, and the next forward pass gathers a bucket while it computes with the one before. So a
-parameter is whole only where a forward pass has used it, or `finish_gather` was called.
+Gradients of a bucket are reduced while the backward pass computes those of the next. The optimizer leaves stale the
+parameters that other ranks stepped, and the next forward pass gathers a bucket while it computes with the one before.
+So a parameter is whole only where a forward pass has used it, or `finish_gather` was called.
 """
 
 from __future__ import annotations

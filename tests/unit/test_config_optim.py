@@ -61,5 +61,5 @@ def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
 
 @pytest.mark.parametrize("overrides", ["actor.optim.main_params_dtype=bfloat16", "actor.optim.exp_avg_dtype=float8"])
 def test_types_that_no_kernel_has(tmp_path: Path, overrides: str) -> None:
-    with pytest.raises(ConfigError, match="float32.*float16"):
+    with pytest.raises(ConfigError, match=r"float32.*float16"):
         load_experiment(write_experiment(tmp_path), [overrides])
