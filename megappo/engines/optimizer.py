@@ -23,6 +23,7 @@ from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
 from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.sharded import shards_of
+from megappo.parallel import padded_buckets
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -131,6 +132,7 @@ class Optimizer:
 
     def sharded_state(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds of this optimizer, as Megatron's sharded tensors."""
+        padded_buckets.install()
         if loading:
             for inner in self._inner():
                 create_state(inner)
