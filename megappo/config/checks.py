@@ -3,7 +3,8 @@
 Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
 `checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the generation layout in
 `checks_hybrid.py`, context parallelism in `checks_context.py`, vLLM's settings in `checks_vllm.py`, what is kept in
-memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, batch sizes in `divisibility.py`.
+memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, the optimizer in
+`checks_optim.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
@@ -14,6 +15,7 @@ from megappo.config.checks_hybrid import hybrid_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
 from megappo.config.checks_lora import lora_problems
 from megappo.config.checks_memory import memory_problems
+from megappo.config.checks_optim import optim_problems
 from megappo.config.checks_packing import packing_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
@@ -64,6 +66,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *expert_problems(config),
         *memory_problems(config),
         *fsdp_problems(config, data_parallel_size(config, world_size)),
+        *optim_problems(config),
         *lora_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]

@@ -7,13 +7,13 @@ once for all their responses, finished sequences leave at once, and waiting ones
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from megappo.engines.native.check import check_model
 from megappo.engines.native.loop import DecodingLoop
 from megappo.engines.native.ranks import DecodingRanks
 from megappo.engines.optimizer import WrappedChunks
+from megappo.engines.overlap import finish_gather
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, Replicas, SamplingParams, SyncReport
 from megappo.models.chunks import unwrapped
 from megappo.models.families.base import ModelShape
@@ -91,6 +91,4 @@ class NativeRolloutEngine:
 
 def finish_parameter_gather(model: nn.Module) -> None:
     """Makes the parameters whole where the optimizer left their gather to the next forward (overlapped gather)."""
-    for wrapped in model.chunks if isinstance(model, WrappedChunks) else [model]:
-        if isinstance(wrapped, DistributedDataParallel) and wrapped.ddp_config.overlap_param_gather:
-            wrapped.start_param_sync(force_sync=True)
+    finish_gather(model.chunks if isinstance(model, WrappedChunks) else [model])

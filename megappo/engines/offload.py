@@ -27,8 +27,16 @@ class RoleMemory:
     CPU the host copy is a second buffer: nothing is gained, but all is done.
     """
 
-    def __init__(self, tensors: Mapping[Kind, Tensors], offloaded: Iterable[Kind], device: torch.device) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[Kind, Tensors],
+        offloaded: Iterable[Kind],
+        device: torch.device,
+        gather: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`gather` makes parameters whole that the optimizer left to the next forward pass to gather; a collective."""
         self._tensors = dict(tensors)
+        self._gather = gather
         stream = SideStream(device)
         # Gradients begin every update with zeros: there is nothing to keep.
         self._movable = {kind: Movable(tensors[kind], stream, keeps=kind != "grads") for kind in offloaded}
@@ -52,8 +60,16 @@ class RoleMemory:
         if kind in self._movable:
             self._movable[kind].back()
 
+    def need_whole(self) -> None:
+        """Brings the parameters back, each of them whole, for what reads them outside of a forward pass. All
+        data-parallel ranks call it together, as they do `hold` and `rest`."""
+        self.need("params")
+        self._gather()
+
     def hold(self, kind: Kind) -> None:
-        """Keeps `kind` here, whoever has the turn, until it is let go."""
+        """Keeps `kind` here, whoever has the turn, until it is let go; parameters are whole."""
+        if kind == "params":
+            self.need_whole()
         self.need(kind)
         self._held.add(kind)
 
@@ -62,6 +78,8 @@ class RoleMemory:
 
     def rest(self) -> bool:
         """Moves out all that is offloaded and not held; whether there was any."""
+        if "params" in self._movable and "params" not in self._held and not self._movable["params"].is_out:
+            self._gather()  # nothing may write to what is out
         moved = [movable.out() for kind, movable in self._movable.items() if kind not in self._held]
         return any(moved)
 
@@ -99,6 +117,7 @@ class Memory:
         """Brings everything back, for what reads whole roles: checkpoints and exports."""
         for role in self.roles:
             role.need("params", "grads", "optimizer")
+            role.need_whole()
 
     def metrics(self, phase: str) -> dict[str, float]:
         """`memory/…` of this rank at the end of a phase, before anything is moved; nothing where nothing ever is."""
@@ -129,11 +148,11 @@ class Movable:
         self._stream = stream
         self._keeps = keeps
         self._slots: dict[int, Slot] = {}
-        self._is_out = False
+        self.is_out = False
 
     def out(self) -> bool:
         """Whether it was here."""
-        if self._is_out:
+        if self.is_out:
             return False
         # An optimizer has its state after the first step, and another one after a checkpoint was loaded.
         old, self._slots = self._slots, {}
@@ -146,12 +165,12 @@ class Movable:
                 self._slots[key] = Slot(storage, size, host)
         for slot in self._slots.values():
             slot.storage.resize_(0)
-        self._is_out = True
+        self.is_out = True
         return True
 
     def back(self) -> None:
         """Begins to bring it here; `wait` before it is used."""
-        if not self._is_out:
+        if not self.is_out:
             return
         # Memory comes from the stream that computes, which will be the one that frees it.
         for slot in self._slots.values():
@@ -160,7 +179,7 @@ class Movable:
             for slot in self._slots.values():
                 if slot.host is not None:
                     self._stream.copy(whole(slot.storage), slot.host)
-        self._is_out = False
+        self.is_out = False
 
     def wait(self) -> None:
         """Has the computing stream wait for what was begun."""
@@ -168,7 +187,7 @@ class Movable:
 
     @property
     def host_bytes(self) -> int:
-        return sum(slot.host.nbytes for slot in self._slots.values() if slot.host is not None) if self._is_out else 0
+        return sum(slot.host.nbytes for slot in self._slots.values() if slot.host is not None) if self.is_out else 0
 
     def _host_buffer(self, before: Slot | None, size: int) -> Tensor | None:
         """The buffer of the time before: pinned memory takes long to get."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -17,10 +17,13 @@ from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
+from megappo.engines.optimizer_states import create_state, precision_settings
+from megappo.engines.overlap import check_gathered, finish_gather, wrapped_chunks
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.errors import ConfigError
-from megappo.models.chunks import ModelChunks, StageModel, chunks_of
+from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.sharded import shards_of
+from megappo.parallel import padded_buckets
 
 # What a parameter group holds of the configuration; the schedule writes rate and weight decay into it anew.
 _SETTINGS = ("max_lr", "min_lr", "betas", "eps")
@@ -55,8 +58,7 @@ class Optimizer:
         if shards is not None:
             self.chunks = [ShardedModel(shards)]
         else:
-            settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=is_distributed)
-            self.chunks = [DistributedDataParallel(model.config, settings, chunk) for chunk in chunks_of(model)]
+            self.chunks = list(wrapped_chunks(model, config))
         self.wrapped: DistributedDataParallel | ShardedModel | WrappedChunks = self.chunks[0]
         if isinstance(model, ModelChunks):
             self.wrapped = WrappedChunks(self.chunks, model)
@@ -69,6 +71,7 @@ class Optimizer:
                 weight_decay=config.weight_decay,
                 adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
                 params_dtype=dtype, bf16=dtype == torch.bfloat16, use_distributed_optimizer=is_distributed,
+                overlap_param_gather=config.overlap_param_gather, **precision_settings(config),
             ),
             self.chunks,
             use_gloo_process_groups=False,
@@ -87,6 +90,7 @@ class Optimizer:
             {"params": model.parameters, "grads": self._gradient_buffers, "optimizer": self._state_tensors},
             [kind for kind in kinds if getattr(offload, kind)],
             next(model.parameters()).device,
+            gather=lambda: finish_gather(self.chunks),
         )
 
     @property
@@ -128,8 +132,10 @@ class Optimizer:
 
     def sharded_state(self, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint holds of this optimizer, as Megatron's sharded tensors."""
+        padded_buckets.install()
         if loading:
-            self._create_state()
+            for inner in self._inner():
+                create_state(inner)
         return {
             "optimizer": self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata),
             "schedule": self._schedule.state_dict(),
@@ -149,7 +155,8 @@ class Optimizer:
         return [gradient for chunk in self.chunks for gradient in gradients_of(chunk)]
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """AdamW's moments, and the float32 parameters that it steps where they are not the model's own."""
+        """AdamW's moments, and the parameters that it steps where they are not the model's own; a precision-aware one
+        has these beside the moments."""
         own = storages_of(self.wrapped.parameters())
         for inner in self._inner():
             for state in inner.state.values():
@@ -164,17 +171,6 @@ class Optimizer:
             inner = getattr(part, "optimizer", None)
             if isinstance(inner, torch.optim.Optimizer):
                 yield inner
-
-    def _create_state(self) -> None:
-        """Makes torch AdamW's state before its first step, where loading needs tensors to load into."""
-        for inner in self._inner():
-            for param in (param for group in inner.param_groups for param in group["params"]):
-                if not inner.state[param]:
-                    inner.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
 
 
 class WrappedChunks(torch.nn.Module):
@@ -233,6 +229,7 @@ def _refuse_ranks_without_experts(has_experts: list[int], pp: int, virtual: Sequ
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
     """Megatron's reductions of gradients over ranks, without its division: losses here have global denominators."""
+    check_gathered(model)
     finalize_model_grads(model, None, **options)
 
 

@@ -16,6 +16,7 @@ from megappo.config.lora import LoraConfig
 from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
+from megappo.engines.optimizer_states import check_available
 from megappo.engines.routing import RouterCoefficients, routing_of
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
@@ -92,9 +93,10 @@ class RoleBuilder:
         setting: str = "model.lora",
     ) -> TrainedRole:
         """`setting` is the section of `lora`, for messages."""
+        role = "actor" if isinstance(config, ActorConfig) else "critic"
+        check_available(config.optim, f"{role}.optim")
         model = self._model(path, head, self.config.model.recompute, lora, setting)
         if config.fsdp.enable:
-            role = "actor" if isinstance(config, ActorConfig) else "critic"
             Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")  # cuts the model, which keeps them
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)

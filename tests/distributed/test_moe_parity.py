@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.parity import Runs, parity_runs, read_folder
+from tests.support.parity import OVERLAP, Runs, parity_runs, read_folder
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
@@ -22,6 +22,7 @@ TWO_RANKS = {
     "ep2": "layout.ep=2",
     # Micro-batches of different numbers of sequences on the two ranks that share experts.
     "ep2-dynamic": f"layout.ep=2,{DYNAMIC}",
+    "ep2-overlap": f"layout.ep=2,{OVERLAP}",
     "ep2-sequential": "layout.ep=2,model.experts=sequential",
     "ep2-plain-optimizer": f"layout.ep=2,{PLAIN_OPTIMIZER}",
     # Whole experts on both TP ranks: copies for experts, shards for everything else.

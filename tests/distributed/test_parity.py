@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.parity import Runs, parity_runs, read_folder
+from tests.support.parity import OVERLAP, Runs, parity_runs, read_folder
 from tests.support.tiny_models import VARIED_SETTINGS, tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
@@ -36,6 +36,7 @@ ODD = (
 TWO_RANKS = {
     "dp2": "",
     "dp2-plain-optimizer": PLAIN_OPTIMIZER,
+    "dp2-overlap": OVERLAP,
     "tp2": "layout.tp=2",
     "tp2-sp": "layout.tp=2,layout.sequence_parallel=true",
     "pp2": "layout.pp=2",

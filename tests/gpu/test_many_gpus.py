@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megappo.errors import ExitCode
-from tests.support.parity import Runs, parity_runs
+from tests.support.parity import OVERLAP, Runs, parity_runs
 from tests.support.runs import Running, learning, succeed, write_run_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -26,10 +26,16 @@ LAYOUTS = {
     "tp2-sp": SP,
     "pp2": "layout.pp=2",
     "dp2": "",
+    "dp2-overlap": OVERLAP,
     "cp2": "layout.cp=2",
     "cp2-a2a": "layout.cp=2,model.cp_comm_type=a2a",
 }
-EXPERT_LAYOUTS = {"dp2": "", "ep2": "layout.ep=2", "tp2-sp-ep2": f"{SP},layout.ep=2"}
+EXPERT_LAYOUTS = {
+    "dp2": "",
+    "ep2": "layout.ep=2",
+    "ep2-overlap": f"layout.ep=2,{OVERLAP}",
+    "tp2-sp-ep2": f"{SP},layout.ep=2",
+}
 HALF = "model.dtype=bfloat16"
 
 

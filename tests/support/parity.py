@@ -12,6 +12,13 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 
+# Overlapped communication in buckets of a few tensors each: tiny models have some 50,000 parameters.
+OVERLAP = ",".join(
+    f"{role}.optim.{setting}"
+    for role in ("actor", "critic")
+    for setting in ("overlap_grad_reduce=true", "overlap_param_gather=true", "bucket_size=4000")
+)
+
 
 @dataclass(frozen=True)
 class Difference:

@@ -35,6 +35,7 @@ def digest(tensors: Any) -> str:
 def contents(optimizer: Optimizer) -> dict[str, str]:
     """What a rank has trained, as digests."""
     optimizer.memory.need("params", "grads", "optimizer")
+    optimizer.memory.need_whole()
     return {
         "params": digest(optimizer.wrapped.module.parameters()),
         "optimizer": digest(optimizer._state_tensors()),

@@ -250,14 +250,31 @@ def run_once(config_file: str, overrides: list[str], folder: Path) -> dict[str, 
             fill_adapters(engine.optimizer.wrapped.module, read_model(model_paths[role]), mesh)
             _export_first_gradients(engine.optimizer, mesh, folder / f"{role}-gradients", model_paths[role])
         trainer.fit()
+    states = {role: optimizer_states(engine.optimizer) for role, engine in roles.items()}
     for role, engine in roles.items():
-        engine.memory.need("params")
+        engine.memory.need_whole()
         export_trained(engine.optimizer.wrapped.module, read_model(model_paths[role]), mesh, folder / f"{role}-weights")
     trainer.collector.reward.close()  # type: ignore[union-attr]
     # The default group stays: torchrun's store does not take a second one with the same names.
     parallel_state.destroy_model_parallel()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines() if mesh.is_writer else []
-    return {"metrics": [json.loads(line) for line in lines]}
+    return {"metrics": [json.loads(line) for line in lines], "states": states}
+
+
+def optimizer_states(optimizer: Optimizer) -> dict[str, Any]:
+    """What this rank's optimizer keeps: name → [type, elements, bytes], and the type of the gradients it reads."""
+    found: dict[str, list[Any]] = {}
+    for state in (state for inner in optimizer._inner() for state in inner.state.values()):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1:
+                elements, size = found.get(name, ["", 0, 0])[1:]
+                found[name] = [str(value.dtype), elements + value.numel(), size + value.nbytes]
+    trained = [parameter for parameter in optimizer.wrapped.module.parameters() if parameter.requires_grad]
+    return found | {
+        "grads": sorted({str(gradient.dtype) for gradient in optimizer._gradient_buffers()}),
+        "parameters": sum(parameter.numel() for parameter in trained),
+        "optimizer": optimizer.kinds[0].__module__ if optimizer.kinds else None,
+    }
 
 
 def with_recorded_rollouts(trainer: PPOTrainer, *, with_experts: bool = False) -> PPOTrainer:
