@@ -144,7 +144,6 @@ class Router(TopKRouter):
         is_mtp_layer: bool = False,
         *,
         shared: Routing,
-        **_: Any,  # megatron-core 0.19 also says that a layer is none of multi-token prediction, 0.16.1 does not
     ) -> None:
         """`is_mtp_layer` comes from megatron-core 0.19, of layers that no model here has."""
         super().__init__(config=config, pg_collection=pg_collection)
