@@ -69,7 +69,7 @@ CASES = (
     Case("heads", "layout.tp=3", ("layout.tp: 3 (command line)", "does not divide the 4 attention heads (2 KV heads)", "2 or 4")),
     Case("layers", "layout.pp=3", ("layout.pp: 3 (command line)", "does not divide the 2 layers", "2")),
     Case("world size", "layout.tp=2 layout.pp=2 --nproc 3", ("layout.tp: 2 (command line)", "tp 2 · pp 2 = 4 ranks", "does not divide 3 ranks", "start another number of ranks (nearest that can: 4)")),
-    Case("dp of the layout", "layout.dp=2 --nproc 4", ("layout.dp: 2 (command line)", "4 are started", "4 or null")),
+    Case("dp of the layout", "layout.dp=2 --nproc 4", ("layout.dp: 2 (command line)", "4 are started", "set it to 4, or leave it out")),
     Case("minibatch", "actor.ppo_mini_batch_size=3", ("actor.ppo_mini_batch_size: 3 (command line)", "does not divide", "data.train_batch_size 4", "2 or 4")),
     Case("micro-batch", "actor.ppo_micro_batch_size_per_gpu=3", ("actor.ppo_micro_batch_size_per_gpu: 3 (command line)", "4")),
     Case("module of a reward", "'reward.parts=[{{name: a, kind: function, function: my_rewards:f}}]' --data", ("reward.parts[0].function", "'my_rewards:f'", "no module 'my_rewards'"), "validate"),

@@ -43,9 +43,7 @@ def test_end_of_a_request_is_recorded_where_a_run_failed(tmp_path: Path) -> None
         assert status_of(folder) == ("stopped", 5, 75)
     record_end(request, ExitCode.FAILED)
     assert status_of(folder) == ("failed", 5, 1)
-    record_end(
-        ConvertRequest(source="a", target=str(tmp_path / "b"), config=None, tp=1, pp=1, dtype=None), ExitCode.FAILED
-    )
+    record_end(ConvertRequest(source="a", target=str(tmp_path / "b")), ExitCode.FAILED)
     assert not (tmp_path / "b").exists()
 
 
