@@ -97,13 +97,15 @@ def test_random_numbers_go_on_as_if_vllm_had_drawn_none() -> None:
     seed()
     expected = draws()
     seed()
-    set_num_threads = torch.set_num_threads
+    set_num_threads, streams = torch.set_num_threads, (torch.cuda.Stream, torch.cuda.Event)
     with pytest.raises(ZeroDivisionError), process_state_kept():
         draws()
         torch.set_num_threads = lambda count: None
+        torch.cuda.Stream = torch.cuda.Event = SimpleNamespace  # type: ignore[assignment, misc]
         _ = 1 / 0
     assert draws() == expected
     assert torch.set_num_threads is set_num_threads
+    assert (torch.cuda.Stream, torch.cuda.Event) == streams
 
 
 def test_a_missing_vllm_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
