@@ -21,6 +21,7 @@ from megappo.engines.vllm import generation
 from megappo.engines.vllm.environment import prepare_environment, process_state_kept
 from megappo.engines.vllm.patches import _in_given_order, _renumbered, default_group_kept, replaced
 from megappo.engines.vllm.start import check_engine
+from megappo.engines.vllm.transfer import chosen_way
 from megappo.errors import ConfigError
 from megappo.models.architecture import read_model
 
@@ -47,6 +48,21 @@ def test_a_family_that_vllm_has_no_layers_for_is_refused(tmp_path: Path, monkeyp
         check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
     check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "quantization", "way"), [(True, None, "load"), (False, "fp8", "load"), (False, None, "direct")]
+)
+def test_auto_is_direct_where_vllm_leaves_its_parameters_as_they_are(
+    on_cpu: bool, quantization: str | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megappo.parallel.runtime.on_cpu", on_cpu)
+    assert chosen_way("auto", quantization) == way
+
+
+def test_quantised_parameters_can_be_no_memory_of_training() -> None:
+    with pytest.raises(ConfigError, match=r"direct can't be with rollout.quantization: fp8, .* set it to load or auto"):
+        chosen_way("direct", "fp8")
 
 
 def with_sort_ranks(ranks: list[int] | None, backend: str | None = None, sort_ranks: bool = True) -> list[int] | None:
@@ -97,13 +113,15 @@ def test_random_numbers_go_on_as_if_vllm_had_drawn_none() -> None:
     seed()
     expected = draws()
     seed()
-    set_num_threads = torch.set_num_threads
+    set_num_threads, streams = torch.set_num_threads, (torch.cuda.Stream, torch.cuda.Event)
     with pytest.raises(ZeroDivisionError), process_state_kept():
         draws()
         torch.set_num_threads = lambda count: None
+        torch.cuda.Stream = torch.cuda.Event = SimpleNamespace  # type: ignore[assignment, misc]
         _ = 1 / 0
     assert draws() == expected
     assert torch.set_num_threads is set_num_threads
+    assert (torch.cuda.Stream, torch.cuda.Event) == streams
 
 
 def test_a_missing_vllm_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ _VARIABLES_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MLA_DISABLE": "1",  # 0.32.0's kernels for latents have one size of them, and pack weights
 }
+_STREAMS = ("Stream", "Event", "current_stream", "stream")
+"""Of torch.cuda, replaced on a CPU: by megappo, and by vLLM when its worker is imported."""
 
 
 def prepare_environment() -> None:
@@ -50,6 +52,7 @@ def process_state_kept() -> Iterator[None]:
     python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = None if runtime.on_cpu else torch.cuda.get_rng_state()
     set_num_threads = torch.set_num_threads
+    streams = {name: getattr(torch.cuda, name) for name in _STREAMS} if runtime.on_cpu else {}
     try:
         yield
     finally:
@@ -59,3 +62,5 @@ def process_state_kept() -> Iterator[None]:
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         torch.set_num_threads = set_num_threads
+        for name, own in streams.items():
+            setattr(torch.cuda, name, own)

@@ -127,7 +127,7 @@ class Setup:
             parameter.tensor.add_(0.05 * noise)
 
 
-def setup(folder: Path, mesh: Mesh, config: RolloutConfig, weights: Literal["load", "direct"]) -> Setup:
+def setup(folder: Path, mesh: Mesh, config: RolloutConfig, weights: Literal["auto", "load", "direct"]) -> Setup:
     spec = read_model(folder)
     model = build_model(spec, mesh, dtype=torch.float32, layers="auto", head="lm")
     import_hf(model, spec, mesh)
