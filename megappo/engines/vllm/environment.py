@@ -48,7 +48,9 @@ def has_latent_kernels() -> bool:
 @contextmanager
 def process_state_kept() -> Iterator[None]:
     """While inside, vLLM may seed and draw as it likes; afterwards, also after an error, random numbers go on as if it
-    had not been there. Its CPU worker also takes `torch.set_num_threads` away (0.32.0): that comes back."""
+    had not been there. Its CPU worker also takes `torch.set_num_threads` away, and replaces streams and events by some
+    that record nothing, which a model with experts that is built later can't wait for (0.32.0): all of these come
+    back."""
     python, numpys, torchs = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     cuda = None if runtime.on_cpu else torch.cuda.get_rng_state()
     set_num_threads = torch.set_num_threads
