@@ -48,7 +48,6 @@ class GroupedExperts(MegatronModule):
         self.weight2 = empty(hidden, rows)
         self.changes: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
         """Of a parameter's name, what adapters make of its product, its tokens and the numbers of tokens."""
-        self.register_load_state_dict_post_hook(_without_extra_state)
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`tokens` [tokens, hidden], sorted by local expert; `tokens_per_expert` [experts] int; `probs` [tokens].
@@ -96,7 +95,7 @@ class GroupedExperts(MegatronModule):
         }
 
     def _extra_state(self, prefix: str, sharded_offsets: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-        """The empty extra state that each linear layer of a SequentialMLP saves, and misses when it loads."""
+        """The empty extra state that each linear layer of a SequentialMLP saves."""
         num_experts = self.num_local_experts * self.ep_group.size()
         first = self.num_local_experts * self.ep_group.rank()
         replica = (0, self.tp_group.rank(), self.dp_group.rank())
@@ -109,12 +108,6 @@ class GroupedExperts(MegatronModule):
                     None, key, offsets, replica
                 )
         return state
-
-
-def _without_extra_state(module: nn.Module, incompatible: Any) -> None:
-    """What a checkpoint has for a SequentialMLP is no surprise to be refused."""
-    unexpected = incompatible.unexpected_keys
-    unexpected[:] = [key for key in unexpected if not key.endswith(_EXTRA_STATE)]
 
 
 def grouped_product(tokens: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:

@@ -85,10 +85,28 @@ def _te_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, qk_layernorm=shape.qk_norm or is_latent, multi_latent_attention=is_latent
     )
+    layer = spec.submodules
+    names = layer.sharded_state_dict_keys_map | te_checkpoint_names(is_latent, has_experts=num_experts is not None)
+    layer = replace(layer, sharded_state_dict_keys_map=names)
+    if is_latent:
+        layer = replace(layer, self_attention=replace(layer.self_attention, module=SpecifiedLatentAttention))
+    return replace(spec, submodules=layer)
+
+
+def te_checkpoint_names(is_latent: bool, has_experts: bool) -> dict[str, str]:
+    """Beginnings of names in a layer of Transformer Engine → those that Megatron's local layer has in checkpoints.
+
+    Megatron has the local layer save its norms as Transformer Engine fuses them into the next linear layer, which it
+    does not before experts; with latent attention each kind saves them where it has them.
+    """
     if not is_latent:
-        return spec
-    attention = replace(spec.submodules.self_attention, module=SpecifiedLatentAttention)
-    return replace(spec, submodules=replace(spec.submodules, self_attention=attention))
+        return {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if has_experts else {}
+    names = {
+        f"self_attention.linear_{name}_up_proj.layer_norm_": f"self_attention.{name}_layernorm." for name in ("q", "kv")
+    }
+    if not has_experts:
+        names["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
+    return names
 
 
 def _torch_layer(shape: ModelShape, num_experts: int | None) -> ModuleSpec:

@@ -50,6 +50,10 @@ from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
+EXTRA_STATE = "_extra_state"
+"""The end of names in Megatron's state of a model that hold what fp8 training needs, which there is none of here. Which
+layers have one depends on their kind: none is read."""
+
 
 @dataclass(frozen=True)
 class SavedRole:
@@ -228,6 +232,7 @@ def point_to(link: Path, target: Path) -> None:
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     state = _role_state(role, loading=True)
+    state["model"] = {name: entry for name, entry in state["model"].items() if not name.endswith(EXTRA_STATE)}
     check_same_optimizer(folder, state)
     with warnings.catch_warnings():  # of megatron (0.16.1) to itself, on every rank
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
@@ -236,9 +241,17 @@ def load_role(folder: Path, role: SavedRole) -> None:
     if shards is not None:
         shards.load(loaded["model"])
     else:
-        role.model.load_state_dict(loaded["model"], strict=True)
+        _load_weights(role.model, loaded["model"])
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
+
+
+def _load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+    """All parameters and buffers; RuntimeError where there are too few or too many."""
+    result = model.load_state_dict(weights, strict=False)
+    missing = [name for name in result.missing_keys if not name.endswith(EXTRA_STATE)]
+    if missing or result.unexpected_keys:
+        raise RuntimeError(f"weights that a checkpoint has not: {missing}; that the model has not: {result[1]}")
 
 
 def check_same_optimizer(folder: Path, state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ Ends with 1 as soon as a rank fails, and the other ranks with it.
 import os
 import runpy
 import signal
+import struct
 import sys
 from importlib import import_module
 
@@ -17,18 +18,24 @@ from torch.distributed import TCPStore
 
 from tests.support.ranks import meeting_environment
 
+PORT = struct.Struct("i")
+
 
 def main() -> int:
     num_ranks, module = int(sys.argv[1]), sys.argv[2]
     sys.argv = [module, *sys.argv[3:]]
     import_module(module)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told, tell = os.pipe()
     ranks = {}
     for rank in range(num_ranks):
         child = os.fork()
         if not child:
-            run_rank(rank, num_ranks, store.port, module)
+            (port,) = PORT.unpack(os.read(told, PORT.size))
+            run_rank(rank, num_ranks, port, module)
         ranks[child] = rank
+    # After the forks: the store answers in a thread, whose locks a copy of this process would hold for ever.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(tell, PORT.pack(store.port) * num_ranks)
     while ranks:
         child, status = os.wait()
         rank = ranks.pop(child)

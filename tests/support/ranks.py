@@ -63,6 +63,13 @@ def run_ranks(module: str, *arguments: object, nproc: int, timeout: float = 300,
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            raise AssertionError(f"{module} on {nproc} ranks took over {timeout:.0f} s:\n{output[-4000:]}") from None
-        assert process.returncode == 0, f"{module} on {nproc} ranks failed:\n{output[-6000:]}"
+            raise AssertionError(f"{module} on {nproc} ranks took over {timeout:.0f} s:\n{_told(output)}") from None
+        assert process.returncode == 0, f"{module} on {nproc} ranks failed:\n{_told(output)}"
         return json.loads(out.read_text()) if out.exists() else None
+
+
+def _told(output: str) -> str:
+    """The first traceback, of the rank that failed, and the end, where others and torchrun have more to say."""
+    start = output.find("Traceback")
+    end = output[-4000:]
+    return f"{output[start : start + 8000]}\n…\n{end}" if 0 <= start < len(output) - 8000 else output[-12000:]

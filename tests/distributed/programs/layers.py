@@ -1,8 +1,11 @@
 """One kind of layers against another on the same weights: log-probs, checkpoints and exports.
 
 `--kinds te torch`: for each case under `--models`, rank 0 writes the mean differences of log-probs in bfloat16,
-padded and packed, and how many tensors one kind saved and the other exported, all of the same bits.
+padded and packed, and how many tensors one kind saved and the other exported, all of the same bits. With
+`--no-extra-state` checkpoints hold no extra state of layers, as those of layers that have none.
 """
+
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import argparse
 import json
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,7 +26,7 @@ from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
 from megappo.models.spec import Layers
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
+from megappo.trainer.checkpoint import EXTRA_STATE, LoopState, SavedRole, write_checkpoint
 from megappo.trainer.policy_source import PolicySource
 from tests.distributed.programs.log_probs import forward, packed_and_alone
 from tests.support.model_cases import tokens
@@ -32,14 +36,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--kinds", nargs=2, required=True)
+    parser.add_argument("--no-extra-state", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     mesh = start_mesh(LayoutConfig(), seed=0, timeout=timedelta(minutes=2))
+    if arguments.no_extra_state:
+        GPTModel.sharded_state_dict = without_extra_state  # type: ignore[method-assign]
     folders = sorted(folder for folder in arguments.models.iterdir() if (folder / "config.json").exists())
     results = {folder.name: compare(folder, arguments.kinds, mesh, arguments.out.parent) for folder in folders}
     if mesh.is_writer:
         arguments.out.write_text(json.dumps(results))
     stop_mesh()
+
+
+whole_state_dict = GPTModel.sharded_state_dict
+
+
+def without_extra_state(model: GPTModel, *arguments: Any, **options: Any) -> dict[str, Any]:
+    state = whole_state_dict(model, *arguments, **options)
+    kept = {name: entry for name, entry in state.items() if not name.endswith(EXTRA_STATE)}
+    assert len(kept) < len(state)
+    return kept
 
 
 def compare(folder: Path, kinds: list[Layers], mesh: Mesh, scratch: Path) -> dict[str, Any]:
