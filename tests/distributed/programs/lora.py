@@ -21,6 +21,7 @@ from megappo.config.load import load_experiment
 from megappo.engines.hybrid.execute import Moved
 from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.optimizer import Optimizer
+from megappo.engines.optimizer_states import create_state
 from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.models.attach_lora import Merge
 from megappo.models.expert_lora import expert_adapters
@@ -164,7 +165,8 @@ def adapted_bytes(model: GPTModel) -> int:
 def held_bytes(trainer: PPOTrainer) -> dict[str, int]:
     """Bytes of the actor's gradients and optimizer state, and of a reference of its own."""
     optimizer: Optimizer = trainer.actor.engine.optimizer
-    optimizer._create_state()
+    for inner in optimizer._inner():
+        create_state(inner)
     state = sum(
         value.nbytes
         for inner in optimizer._inner()
