@@ -80,7 +80,7 @@ test-slow: setup  ## the tests that take minutes
 test-gpu: setup  ## the tests that need a CUDA GPU (one is enough)
 	@$(BIN)/python -m pytest -q -rs -m gpu
 
-# Its wheels are for Python 3.12 on, but for compiled helpers that nothing here calls; it imports Triton, without a GPU too.
+# Its wheels are for Python 3.12 on, but for a compiled extension that nothing here calls; it imports Triton, without a GPU too.
 $(OTHER_MEGATRON): $(INSTALLED)
 	@rm -rf $@.part && mkdir -p $@.part
 	@$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --dest $@.part \
