@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from torch import Tensor
 
 from megappo.engines.native.pieces import WholePieces
 from megappo.engines.native.ranks import DecodingRanks
+from megappo.models.latent_attention import SpecifiedLatentAttention
 
 
 class PieceAttention(SelfAttention):
@@ -57,7 +58,7 @@ class PieceAttention(SelfAttention):
         return torch.cat([shards[index] for index in self.ranks.tp_order], dim=-1)
 
 
-class PieceLatentAttention(MLASelfAttention):
+class PieceLatentAttention(SpecifiedLatentAttention):
     """Latent attention whose down projections every rank computes whole, as in training; the others are cut by heads.
 
     Megatron builds them of its own classes alone (0.16.1), which are exchanged afterwards.
