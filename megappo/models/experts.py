@@ -24,7 +24,8 @@ from torch.nn import functional
 # grouped_mm wants rows of a multiple of 16 bytes, which are 8 numbers of bfloat16.
 _ALIGNMENT = 8
 
-_EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"
+"""The end of names in Megatron's state of a model that hold what fp8 training needs, which there is none of here."""
 
 
 class GroupedExperts(MegatronModule):
@@ -103,8 +104,8 @@ class GroupedExperts(MegatronModule):
         for expert in range(first, first + self.num_local_experts):
             offsets = (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
             for linear in ("linear_fc1", "linear_fc2"):
-                key = f"{prefix}experts.{linear}.{_EXTRA_STATE}"
-                state[f"{prefix}{expert}.{linear}.{_EXTRA_STATE}"] = make_sharded_object_for_checkpoint(
+                key = f"{prefix}experts.{linear}.{EXTRA_STATE}"
+                state[f"{prefix}{expert}.{linear}.{EXTRA_STATE}"] = make_sharded_object_for_checkpoint(
                     None, key, offsets, replica
                 )
         return state

@@ -44,15 +44,12 @@ from megappo.errors import DataError
 from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.chunks import StageModel
+from megappo.models.experts import EXTRA_STATE
 from megappo.models.hf_folder import copy_companions
 from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
-
-EXTRA_STATE = "_extra_state"
-"""The end of names in Megatron's state of a model that hold what fp8 training needs, which there is none of here. Which
-layers have one depends on their kind: none is read."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +229,7 @@ def point_to(link: Path, target: Path) -> None:
 def load_role(folder: Path, role: SavedRole) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer."""
     state = _role_state(role, loading=True)
+    # Which layers have an extra state depends on their kind: none is read.
     state["model"] = {name: entry for name, entry in state["model"].items() if not name.endswith(EXTRA_STATE)}
     check_same_optimizer(folder, state)
     with warnings.catch_warnings():  # of megatron (0.16.1) to itself, on every rank

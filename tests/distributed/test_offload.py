@@ -6,15 +6,11 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.runs import write_run_experiment
+from tests.support.runs import EVERYTHING_OFFLOADED, write_run_experiment
 
 pytestmark = pytest.mark.slow  # in short: test_together.py
 
 STEPS = "trainer.total_steps=3,trainer.test_freq=2,trainer.save_last=false"
-EVERYTHING = ",".join(
-    [f"{role}.offload.{kind}=true" for role in ("actor", "critic") for kind in ("params", "grads", "optimizer")]
-    + ["ref.offload.params=true"]
-)
 BF16 = "model.dtype=bfloat16,actor.optim.use_distributed_optimizer=false,data.val_files=[],trainer.test_freq=0"
 
 
@@ -28,11 +24,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     resume = f"trainer.resume={folder}/offloaded/checkpoints/step-000002"
     words = [
         at("plain"),
-        at("offloaded", EVERYTHING, "trainer.save_freq=2"),
-        at("resumed", EVERYTHING, resume),
+        at("offloaded", EVERYTHING_OFFLOADED, "trainer.save_freq=2"),
+        at("resumed", EVERYTHING_OFFLOADED, resume),
         at("resumed-plain", resume),
         at("plain-bf16", BF16),
-        at("offloaded-bf16", BF16, EVERYTHING),
+        at("offloaded-bf16", BF16, EVERYTHING_OFFLOADED),
     ]
     config = write_run_experiment(folder)
     return dict(run_ranks("tests.distributed.programs.offload", "--config", config, "--runs", *words, nproc=2))

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.parity import OVERLAP, read_folder, run_layouts, write_experiment
 from tests.support.ranks import run_ranks
-from tests.support.runs import write_run_experiment
+from tests.support.runs import EVERYTHING_OFFLOADED, write_run_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -83,10 +83,6 @@ def test_gradients_and_weights_are_the_same_to_the_bit(updates: Path, case: str,
 
 
 STEPS = f"trainer.total_steps=3,trainer.test_freq=2,trainer.save_last=false,{EXACT}"
-EVERYTHING = ",".join(
-    [f"{role}.offload.{kind}=true" for role in ROLES for kind in ("params", "grads", "optimizer")]
-    + ["ref.offload.params=true"]
-)
 OWN_LAYOUT = "rollout.tensor_model_parallel_size=2"
 
 
@@ -102,10 +98,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = [
         at("plain", saved),
         at("overlapped", OVERLAP, saved),
-        at("offloaded", OVERLAP, EVERYTHING, "trainer.export_hf=true"),
+        at("offloaded", OVERLAP, EVERYTHING_OFFLOADED, "trainer.export_hf=true"),
         at("own-layout", OVERLAP, OWN_LAYOUT),
         at("own-layout-plain", OWN_LAYOUT),
-        at("resumed", OVERLAP, EVERYTHING, resume.format(folder / "plain")),
+        at("resumed", OVERLAP, EVERYTHING_OFFLOADED, resume.format(folder / "plain")),
         at("resumed-plain", resume.format(folder / "overlapped"), "trainer.export_hf=true"),
     ]
     config = write_run_experiment(folder)

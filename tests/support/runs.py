@@ -44,6 +44,13 @@ observe: {{tensorboard: false}}
 """
 
 
+EVERYTHING_OFFLOADED = ",".join(
+    [f"{role}.offload.{kind}=true" for role in ("actor", "critic") for kind in ("params", "grads", "optimizer")]
+    + ["ref.offload.params=true"]
+)
+"""Overrides."""
+
+
 def write_run_experiment(folder: Path) -> Path:
     """A PPO experiment of 10 steps on a model of 2 layers, 4 heads and 2 KV heads; returns its file."""
     tiny_model(folder / "model", "llama", tied=True)

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from megappo.config.layout import LayoutConfig
 from megappo.models.architecture import ModelSpec
 from megappo.models.build import build_model, read_model
+from megappo.models.experts import EXTRA_STATE
 from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
 from megappo.models.spec import Layers
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer.checkpoint import EXTRA_STATE, LoopState, SavedRole, write_checkpoint
+from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
 from megappo.trainer.policy_source import PolicySource
 from tests.distributed.programs.log_probs import forward, packed_and_alone
 from tests.support.model_cases import tokens
