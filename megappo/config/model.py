@@ -37,7 +37,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations. Log-probs and losses are float32 whatever is chosen."""
     layers: Literal["auto", "te", "torch"] = "auto"
-    """Layer implementation: Transformer Engine where it imports (`auto`), or one of the two by name."""
+    """Layer implementation: Transformer Engine for bfloat16 where it imports (`auto`), or one of the two by name."""
 
     cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
     """With `layout.cp`: attention gathers keys and values of the whole sequence on each rank, or exchanges tokens for

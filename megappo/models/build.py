@@ -25,7 +25,7 @@ from megappo.models.layers import RMSNorm
 from megappo.models.recompute import check_recompute, keep_gradient_path
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
-from megappo.models.spec import ContextExchange, Dispatcher, Experts, Layers, block_spec
+from megappo.models.spec import ContextExchange, Dispatcher, Experts, Layers, block_spec, takes_te
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.variants import ACTIVATIONS, add_variants
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -58,7 +58,7 @@ def build_model(
     check_layout(shape, _layout(mesh))
     if mesh.cp > 1 and cp_comm_type == "a2a":
         check_exchanged_heads(shape, mesh.tp * mesh.cp)
-    check_recompute(shape, recompute, has_fused_norms=layers != "torch" and runtime.has_transformer_engine())
+    check_recompute(shape, recompute, has_fused_norms=takes_te(layers, shape, dtype))
     config = transformer_config(shape, mesh, dtype, dispatcher, recompute, cp_comm_type)
     stages = mesh.stage_layers(shape.num_layers)
     routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers)) if shape.moe is not None else None
@@ -66,7 +66,7 @@ def build_model(
     for number in range(mesh.vpp):
         stage = number * mesh.pp + mesh.pp_rank
         first = sum(stages[:stage])
-        block = block_spec(layers, experts, shape, range(first, first + stages[stage]), routing)
+        block = block_spec(layers, experts, shape, range(first, first + stages[stage]), routing, dtype=dtype)
         chunk = _chunk(shape, mesh, config, block, head, number)
         if recompute.granularity is not None and chunk.pre_process:
             chunk.embedding.register_forward_hook(keep_gradient_path)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -32,7 +33,13 @@ Experts = Literal["grouped", "sequential"]
 
 
 def block_spec(
-    layers: Layers, experts: Experts, shape: ModelShape, numbers: Iterable[int], routing: Routing | None = None
+    layers: Layers,
+    experts: Experts,
+    shape: ModelShape,
+    numbers: Iterable[int],
+    routing: Routing | None = None,
+    *,
+    dtype: torch.dtype,
 ) -> TransformerBlockSubmodules:
     """The decoder block of the layers `numbers`, counted over the model from 0, with experts where the shape has them,
     whose routers share `routing`.
@@ -46,7 +53,7 @@ def block_spec(
         )
     if layers == "te" and not runtime.has_transformer_engine():
         raise ConfigError("model.layers: 'te', but Transformer Engine or a GPU is missing here; use 'auto' or 'torch'")
-    is_torch = not takes_te(layers, shape)
+    is_torch = not takes_te(layers, shape, dtype)
     layer = _torch_layer if is_torch else _te_layer
 
     def spec(number: int) -> ModuleSpec:
@@ -66,14 +73,21 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
 
 
-def takes_te(layers: Layers, shape: ModelShape) -> bool:
-    """Whether the layers are Transformer Engine's."""
-    return layers != "torch" and not shape.needs_torch_layers and runtime.has_transformer_engine()
+def takes_te(layers: Layers, shape: ModelShape, dtype: torch.dtype) -> bool:
+    """Whether the layers are Transformer Engine's, which `auto` takes in 16 bits alone.
+
+    Of float32 matrices it computes products in TF32, with a mantissa of 10 bits (2.12), whatever torch is told.
+    """
+    if layers == "torch" or shape.needs_torch_layers or not runtime.has_transformer_engine():
+        return False
+    return layers == "te" or dtype.itemsize == 2
 
 
-def check_packed_exchange(layers: Layers, shape: ModelShape, cp_comm_type: ContextExchange) -> None:
+def check_packed_exchange(
+    layers: Layers, shape: ModelShape, cp_comm_type: ContextExchange, *, dtype: torch.dtype
+) -> None:
     """ConfigError where context-parallel ranks would gather packed sequences with Transformer Engine."""
-    if cp_comm_type == "all_gather" and takes_te(layers, shape):
+    if cp_comm_type == "all_gather" and takes_te(layers, shape, dtype):
         raise ConfigError(
             "model.cp_comm_type: 'all_gather', with which Transformer Engine takes no packed sequences "
             "(model.use_remove_padding); set it to a2a, or model.layers to torch"

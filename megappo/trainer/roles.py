@@ -116,7 +116,7 @@ class RoleBuilder:
         has_lora = lora is not None and lora.is_used
         settings = self.config.model
         if self.mesh.cp > 1 and settings.use_remove_padding and not has_lora:
-            check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type)
+            check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type, dtype=DTYPES[settings.dtype])
         model = build_model(
             spec, self.mesh, dtype=DTYPES[settings.dtype], layers="torch" if has_lora else settings.layers, head=head,
             experts=settings.experts, dispatcher=settings.moe.dispatcher, recompute=recompute,

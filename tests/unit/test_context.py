@@ -212,12 +212,13 @@ def test_ranks_and_lengths_of_a_layout() -> None:
 
 def test_transformer_engine_gathers_no_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     shape: Any = SimpleNamespace(needs_torch_layers=False, num_heads=4, num_kv_heads=2)
-    spec.check_packed_exchange("auto", shape, "all_gather")
+    spec.check_packed_exchange("auto", shape, "all_gather", dtype=torch.bfloat16)
     monkeypatch.setattr(spec.runtime, "has_transformer_engine", lambda: True)
-    spec.check_packed_exchange("auto", shape, "a2a")
-    spec.check_packed_exchange("torch", shape, "all_gather")
+    spec.check_packed_exchange("auto", shape, "a2a", dtype=torch.bfloat16)
+    spec.check_packed_exchange("torch", shape, "all_gather", dtype=torch.bfloat16)
+    spec.check_packed_exchange("auto", shape, "all_gather", dtype=torch.float32)  # torch's layers, then
     with pytest.raises(ConfigError, match=r"takes no packed sequences .* set it to a2a, or model.layers to torch"):
-        spec.check_packed_exchange("auto", shape, "all_gather")
+        spec.check_packed_exchange("auto", shape, "all_gather", dtype=torch.bfloat16)
     check_exchanged_heads(shape, 2)
     with pytest.raises(ConfigError, match="4 attention heads and 2 KV heads; set it to all_gather"):
         check_exchanged_heads(shape, 4)

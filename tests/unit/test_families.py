@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megappo.config.layout import LayoutConfig
 from megappo.errors import ConfigError, DataError
@@ -144,7 +145,21 @@ def test_transformer_engine_is_refused_where_layers_are_torch_alone(family: str)
     assert FAMILIES[family].shape(LLAMA).needs_torch_layers
     assert not FAMILIES["glm"].shape(LLAMA).needs_torch_layers
     with pytest.raises(ConfigError, match=r"model\.layers: 'te', but this family's"):
-        block_spec("te", "grouped", FAMILIES[family].shape(LLAMA), [0])
+        block_spec("te", "grouped", FAMILIES[family].shape(LLAMA), [0], dtype=torch.bfloat16)
+
+
+def test_auto_takes_transformer_engine_in_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rounds float32 matrices to TF32."""
+    from megappo.models import spec
+
+    plain, gemma = FAMILIES["glm"].shape(LLAMA), FAMILIES["gemma2"].shape(LLAMA)
+    assert not spec.takes_te("auto", plain, torch.bfloat16)  # it is not here
+    monkeypatch.setattr(spec.runtime, "has_transformer_engine", lambda: True)
+    assert spec.takes_te("auto", plain, torch.bfloat16)
+    assert not spec.takes_te("auto", plain, torch.float32)
+    assert spec.takes_te("te", plain, torch.float32)
+    assert not spec.takes_te("torch", plain, torch.bfloat16)
+    assert not spec.takes_te("auto", gemma, torch.bfloat16)
 
 
 def test_layouts_that_do_not_divide_experts() -> None:

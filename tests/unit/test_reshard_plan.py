@@ -209,6 +209,21 @@ def test_a_rank_generates_with_the_experts_that_it_trains(
     assert nested_experts(8, ep, ep_ranks) == expected
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_stage_has_layers_in_every_bucket(pp: int) -> None:
+    """So that all ranks of a pipeline send at once: 28 layers of 1.5 B, of which a bucket holds five."""
+    plan = planner("qwen2.5-1.5b", f"{pp}-1-1", 1, bucket_bytes=512 << 20)
+    stages: dict[int, set[int]] = {}
+    for kind in plan.kinds.kinds:
+        for layer in kind.layers:
+            if layer is not None:
+                for bucket in plan.buckets.of_parameter(kind.name, layer):
+                    stages.setdefault(bucket, set()).update(plan.stages_of(kind, layer))
+    assert len(stages) == plan.buckets.count == 7
+    stages.pop(6)  # what is left over
+    assert all(held == set(range(pp)) for held in stages.values())
+
+
 def test_buckets_are_bounded_and_the_same_on_all_ranks() -> None:
     plan = planner("tiny-llama", "1-4-1", 1, bucket_bytes=100_000)
     sizes: dict[int, int] = {}

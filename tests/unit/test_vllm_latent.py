@@ -16,7 +16,7 @@ from megappo.engines.hybrid.layout_text import parse_layout
 from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.transfers import Way
 from megappo.engines.vllm.destination import VLLMDestination
-from megappo.engines.vllm.latent import absorb_up_projections
+from megappo.engines.vllm.latent import absorb_up_projections, absorbing_modules
 from megappo.engines.vllm.start import check_engine, config_overrides
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import ConfigError
@@ -121,7 +121,9 @@ def test_decoding_on_latents_follows_the_up_projection(is_view: bool) -> None:
     model.attention = Attention(weight, is_view=is_view)
     memory = [part.data_ptr() for part in (model.attention.W_UK_T, model.attention.W_UV)]
     weight.copy_(torch.randn(18, 5))  # an update, in place
-    assert absorb_up_projections(model) == (0 if is_view else (3 * 4 * 5 + 3 * 5 * 2) * 4)
+    modules = absorbing_modules(model)
+    assert modules == [model.attention]
+    assert absorb_up_projections(modules) == (0 if is_view else (3 * 4 * 5 + 3 * 5 * 2) * 4)
     assert memory == [part.data_ptr() for part in (model.attention.W_UK_T, model.attention.W_UV)]
     latents, query = torch.randn(7, 5), torch.randn(3, 4)
     keys, values = (latents @ weight.T).view(7, 3, 6).split([4, 2], dim=-1)
@@ -132,7 +134,7 @@ def test_decoding_on_latents_follows_the_up_projection(is_view: bool) -> None:
 
 
 def test_a_model_without_latents_is_left_alone() -> None:
-    assert absorb_up_projections(nn.Sequential(nn.Linear(2, 2))) == 0
+    assert absorbing_modules(nn.Sequential(nn.Linear(2, 2))) == []
 
 
 def write(folder: Path, **config: Any) -> Path:

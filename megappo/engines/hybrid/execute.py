@@ -5,6 +5,8 @@ training shards and of the destination's memory.
 """
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -114,7 +116,7 @@ class Switch:
         moved = Moved(aliased=self._aliased_bytes)
         for transfer, views in self._aliases:
             self._destination.alias(transfer, views)
-        moved.copied = self._copy()
+        self._record_copies()
         self._run_buckets(moved)
         self._has_run = True
         assert moved.peak_bytes <= self.extra_bytes, (
@@ -122,24 +124,25 @@ class Switch:
         )
         return moved
 
-    def _copy(self) -> int:
-        """The copies on the device; returns their bytes.
+    def _record_copies(self) -> None:
+        """On a GPU, in the second run: hundreds of small copies, replayed from then on, cost one launch."""
+        if self._graph is None and self._has_run and self._copies and self._copies[0][1].is_cuda:
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._write_copies()
 
-        On a GPU they are recorded in the second run and replayed: hundreds of small copies then cost one launch.
-        """
-        if not self._copies:
-            return 0
+    def _copy(self) -> int:
+        """The copies on the device; returns their bytes."""
         if self._graph is not None:
             self._graph.replay()
-        else:
-            _, targets, sources = zip(*self._copies, strict=True)
-            torch._foreach_copy_(targets, sources)
-            if targets[0].is_cuda and self._has_run:
-                torch.cuda.synchronize()
-                self._graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self._graph):
-                    torch._foreach_copy_(targets, sources)
+        elif self._copies:
+            self._write_copies()
         return self._copied_bytes
+
+    def _write_copies(self) -> None:
+        _, targets, sources = zip(*self._copies, strict=True)
+        torch._foreach_copy_(targets, sources)
 
     def worst_tensor(self) -> WorstTensor | None:
         """The parameter that differs most on this rank; every rank calls it, after a run."""
@@ -177,22 +180,32 @@ class Switch:
         return found
 
     def _run_buckets(self, moved: Moved) -> None:
+        """The buckets, one ahead of the other; the copies on the device while the first one is under way."""
         held, current = 0, None
         for number, bucket in enumerate([*self._buckets, None]):
-            try:
+            with self._lost_ranks_named(number):
                 following = self._post(bucket) if bucket is not None else None
-                held += following.staging_bytes if following is not None else 0
-                moved.peak_bytes = max(moved.peak_bytes, held)
-                if current is not None:
+            if number == 0:
+                moved.copied = self._copy()
+            held += following.staging_bytes if following is not None else 0
+            moved.peak_bytes = max(moved.peak_bytes, held)
+            if current is not None:
+                with self._lost_ranks_named(number):
                     held -= self._finish(current, moved)
-            except torch.OutOfMemoryError:
-                raise  # no other rank's fault; it says itself how much was asked for
-            except (RuntimeError, ValueError) as error:
-                raise SwitchError(
-                    f"the weights could not be moved to the generation layout: bucket {number} of "
-                    f"{len(self._buckets)} failed, a rank is gone or did not answer in time ({error})"
-                ) from error
             current = following
+
+    @contextmanager
+    def _lost_ranks_named(self, number: int) -> Iterator[None]:
+        """Makes errors of communication, while inside, SwitchErrors that say how far the switch was."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise  # no other rank's fault; it says itself how much was asked for
+        except (RuntimeError, ValueError) as error:
+            raise SwitchError(
+                f"the weights could not be moved to the generation layout: bucket {number} of "
+                f"{len(self._buckets)} failed, a rank is gone or did not answer in time ({error})"
+            ) from error
 
     def _post(self, bucket: Bucket) -> _InFlight:
         operations: list[dist.P2POp] = []

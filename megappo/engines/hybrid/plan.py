@@ -64,7 +64,7 @@ class Planner:
         self._stage_of_layer = [
             stage % training.pp for stage, count in enumerate(layers_of_stages) for _ in range(count)
         ]
-        self.buckets = Buckets.of(kinds, training.tp, generation_tp, element_bytes, bucket_bytes)
+        self.buckets = Buckets.of(kinds, self._stage_of_layer, training.tp, generation_tp, element_bytes, bucket_bytes)
         self._places = {kind.key: Places(kind, self.shards_of(kind)) for kind in kinds.kinds}
         # By a target's identity, which is kept alive beside: to hash its rows takes longer than to look them up.
         self._spans: dict[int, tuple[Target, tuple[_Span, ...]]] = {}

@@ -24,7 +24,7 @@ from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.rollout import WorstTensor
 from megappo.engines.vllm.destination import VLLMDestination
 from megappo.engines.vllm.environment import has_latent_kernels
-from megappo.engines.vllm.latent import absorb_up_projections
+from megappo.engines.vllm.latent import absorb_up_projections, absorbing_modules
 from megappo.engines.vllm.patches import replaced
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.engines.vllm.transfer import SleepLevel
@@ -63,6 +63,7 @@ class DirectTransfer:
             kinds, spec.shape, grid, expert_parallel=expert_parallel, latent_kernels=has_latent_kernels()
         )
         self._switch: Switch | None = None
+        self._absorbing: list[Any] = []
         self.planner = Planner(
             kinds,
             grid.training,
@@ -92,9 +93,10 @@ class DirectTransfer:
         # Made after vLLM has laid the weights out: from here on their memory stays where it is, also over a sleep.
         if self._switch is None:
             self._switch = self._made(vllm_model)
+            self._absorbing = absorbing_modules(vllm_model)  # looked for once: a model has hundreds of modules
         self._sources.refresh()
         moved = self._switch.run()
-        moved.copied += absorb_up_projections(vllm_model)
+        moved.copied += absorb_up_projections(self._absorbing)
         return self._sources.with_copies_counted(moved, self.planner, self._mesh.rank)
 
     @contextmanager

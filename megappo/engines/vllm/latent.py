@@ -5,22 +5,27 @@ values to the output (`W_UV`). Seen with vLLM 0.32.0, where both are parameters 
 loading; where they are views of `kv_b_proj` they need nothing. Nothing of vLLM is imported.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
+def absorbing_modules(vllm_model: nn.Module) -> list[Any]:
+    """The attention modules that have the two parts; none where a model has no such attention.
+
+    Outer modules hold the projection too; the parts are where attention is computed.
+    """
+    return [module for module in vllm_model.modules() if hasattr(module, "W_UK_T") and hasattr(module, "W_UV")]
+
+
 @torch.no_grad()
-def absorb_up_projections(vllm_model: nn.Module) -> int:
-    """Brings the two parts up to date with `kv_b_proj`, in their own memory, which captured graphs read; returns the
-    bytes that were written. Nothing where a model has no such attention, or the parts are `kv_b_proj`'s own memory."""
+def absorb_up_projections(modules: Iterable[Any]) -> int:
+    """Brings the two parts of `absorbing_modules` up to date with `kv_b_proj`, in their own memory, which captured
+    graphs read; returns the bytes that were written. Nothing where the parts are `kv_b_proj`'s own memory."""
     written = 0
-    modules: Any = vllm_model.modules()
     for module in modules:
-        # Outer modules hold the projection too; the parts are where attention is computed.
-        if not hasattr(module, "W_UK_T") or not hasattr(module, "W_UV"):
-            continue
         key_part, value_part, weight = module.W_UK_T, module.W_UV, module.kv_b_proj.weight
         for part, made in zip((key_part, value_part), absorbed(weight, *key_part.shape[:2]), strict=True):
             assert part.shape == made.shape, f"vLLM keeps {tuple(part.shape)} of an up projection, not {made.shape}"
