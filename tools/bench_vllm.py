@@ -36,7 +36,7 @@ from megappo.models.families.published import PUBLISHED
 from megappo.parallel.mesh import Mesh, start_mesh
 
 MAX_MODEL_LEN = 1024
-SAMPLING = SamplingParams(temperature=1.0, max_tokens=256, ignore_eos=True)
+PROMPT_TOKENS = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="interleaved generations of both engines")
     parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
     parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens of a prompt in these generations")
     parser.add_argument("--utilization", type=float, default=0.3, help="gpu_memory_utilization")
     parser.add_argument("--stock-utilization", type=float, help="that of the stock vLLM, which has weights of its own")
     kernels = "expert kernels of the stock vLLM; auto may compile others than megappo's for many minutes first"
@@ -175,30 +176,35 @@ def compare_log_probs(when: str, engine: VLLMRolloutEngine, model: torch.nn.Modu
 
 
 def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> None:
-    """Both engines in turns, each `rounds` times, after one unmeasured round."""
+    """Both engines in turns, each `rounds` times, after one unmeasured round. Who begins changes from round to round,
+    so that a machine that grows slower or faster favours neither."""
     command = [sys.executable, __file__, "--stock", str(folder), "--shape", options.shape, "--dtype", options.dtype]
-    command += [
-        "--utilization",
-        str(options.stock_utilization or options.utilization),
-        "--prompts",
-        str(options.prompts),
-    ]
+    command += ["--utilization", str(options.stock_utilization or options.utilization)]
+    command += ["--prompts", str(options.prompts), "--tokens", str(options.tokens)]
     command += ["--stock-moe-backend", options.stock_moe_backend] + (["--eager"] if options.eager else [])
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     stock = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert stock.stdin is not None and stock.stdout is not None
-    requests = make_requests(spec, options.prompts, 128)
-    rates: dict[str, list[float]] = {"megappo": [], "stock": []}
-    for number in range(options.rounds + 1):
+    to_stock, from_stock = stock.stdin, stock.stdout
+    requests, sampling = make_requests(spec, options.prompts, PROMPT_TOKENS), speed_sampling(options)
+
+    def ours() -> float:
         engine._llm.reset_prefix_cache()
         start = time.perf_counter()
-        completions = engine.generate(requests, SAMPLING)
-        ours = sum(len(each.token_ids) for each in completions) / (time.perf_counter() - start)
-        print("go", file=stock.stdin, flush=True)
-        theirs = next(float(line.split()[1]) for line in stock.stdout if line.startswith("rate "))
-        if number:
-            rates["megappo"].append(ours)
-            rates["stock"].append(theirs)
+        completions = engine.generate(requests, sampling)
+        return sum(len(each.token_ids) for each in completions) / (time.perf_counter() - start)
+
+    def theirs() -> float:
+        print("go", file=to_stock, flush=True)
+        return next(float(line.split()[1]) for line in from_stock if line.startswith("rate "))
+
+    sides = {"megappo": ours, "stock": theirs}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(options.rounds + 1):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            rate = sides[name]()
+            if number:
+                rates[name].append(rate)
     stock.stdin.close()
     stock.wait(60)
     for name, several in rates.items():
@@ -224,11 +230,11 @@ def serve_stock(options: argparse.Namespace) -> int:
         enforce_eager=options.eager, disable_log_stats=True,
         **({"moe_backend": options.stock_moe_backend} if spec.shape.moe is not None else {}),
     )  # fmt: skip
-    requests = make_requests(spec, options.prompts, 128)
+    requests, parameters = make_requests(spec, options.prompts, PROMPT_TOKENS), speed_sampling(options)
     prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
     sampling = [
         vllm.SamplingParams(
-            temperature=SAMPLING.temperature, max_tokens=SAMPLING.max_tokens, ignore_eos=True, logprobs=0,
+            temperature=parameters.temperature, max_tokens=parameters.max_tokens, ignore_eos=True, logprobs=0,
             detokenize=False,
         )
         for _ in requests
@@ -240,6 +246,10 @@ def serve_stock(options: argparse.Namespace) -> int:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         print(f"rate {tokens / (time.perf_counter() - start)}", flush=True)
     return 0
+
+
+def speed_sampling(options: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=options.tokens, ignore_eos=True)
 
 
 def make_requests(spec: ModelSpec, count: int, length: int) -> list[GenerationRequest]:
