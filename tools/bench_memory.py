@@ -32,7 +32,7 @@ LORA = ["model.lora.rank=32", "critic.lora.rank=32"]
 NO_CRITIC = ["algorithm.adv_estimator=grpo"]
 CASES: dict[str, list[str]] = {
     "plain": [],
-    "selective": ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,layernorm,mlp]"],
+    "selective": ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,{mlp}]"],
     "recompute": RECOMPUTE,
     "offload-optimizer": OPTIMIZERS,
     "offload": OFFLOAD,
@@ -45,7 +45,7 @@ CASES: dict[str, list[str]] = {
     "lora-no-critic-recompute": [*LORA, *NO_CRITIC, *RECOMPUTE],
     "lora-no-critic-recompute-offload": [*LORA, *NO_CRITIC, *RECOMPUTE, *OFFLOAD],
 }
-"""Name → settings."""
+"""Name → settings; {mlp} is `moe` for a shape with experts. Norms stay: Transformer Engine's don't stand alone."""
 NOT_ENOUGH = "OutOfMemoryError"
 FAILED = "failed"
 
@@ -66,10 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.out or Path(scratch)
         file = random_run.write_experiment(folder, options)
         for case in options.cases:
-            figures = measure(file, folder / case, [*CASES[case], *options.overrides])
+            figures = measure(file, folder / case, [*settings(case, options.shape), *options.overrides])
             failures += figures == FAILED
             print(row(case, figures), flush=True)
     return min(failures, 1)
+
+
+def settings(case: str, shape: str) -> list[str]:
+    """The settings of a case, for a published shape."""
+    mlp = "moe" if "num_experts" in PUBLISHED[shape] else "mlp"
+    return [text.replace("{mlp}", mlp) for text in CASES[case]]
 
 
 def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, float] | str:

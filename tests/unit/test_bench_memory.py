@@ -14,12 +14,15 @@ def test_cases_are_sound_experiments(tmp_path: Path) -> None:
     )  # fmt: skip
     file = bench.random_run.write_experiment(tmp_path, options)
     loaded = {
-        case: load_experiment(file, [*overrides, f"trainer.run_dir={case}"]) for case, overrides in bench.CASES.items()
+        case: load_experiment(file, [*bench.settings(case, "tiny-qwen3"), f"trainer.run_dir={case}"])
+        for case in bench.CASES
     }
     assert loaded["plain"].trainer.total_steps == 3 and not loaded["plain"].model.lora.is_used
     assert loaded["lora-no-critic-recompute-offload"].model.lora.rank == 32
     assert loaded["lora-no-critic-recompute-offload"].actor.offload.optimizer
     assert loaded["recompute-offload"].model.recompute_granularity == "full"
+    assert loaded["selective"].model.recompute_modules == ("core_attn", "mlp")
+    assert bench.settings("selective", "qwen3-30b-a3b")[1] == "model.recompute_modules=[core_attn,moe]"
     assert len({config.model_dump_json() for config in loaded.values()}) == len(bench.CASES)
 
 

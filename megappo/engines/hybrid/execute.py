@@ -114,10 +114,11 @@ class Switch:
     def run(self) -> Moved:
         """Makes the training weights of this moment the generation layout's. Raises SwitchError."""
         moved = Moved(aliased=self._aliased_bytes)
-        for transfer, views in self._aliases:
-            self._destination.alias(transfer, views)
         self._record_copies()
         self._run_buckets(moved)
+        # Last, while a GPU still copies: where nothing has changed, this only looks.
+        for transfer, views in self._aliases:
+            self._destination.alias(transfer, views)
         self._has_run = True
         assert moved.peak_bytes <= self.extra_bytes, (
             f"the switch took {moved.peak_bytes} bytes of staging, its plan has {self.extra_bytes}"
@@ -141,8 +142,14 @@ class Switch:
         return self._copied_bytes
 
     def _write_copies(self) -> None:
-        _, targets, sources = zip(*self._copies, strict=True)
-        torch._foreach_copy_(targets, sources)
+        # In 8 bytes at a time where that is possible: a GPU copies 2-byte numbers at half of its memory's speed.
+        pairs = [widened(target, source) for _, target, source in self._copies]
+        by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for target, source in pairs:
+            by_type.setdefault(target.dtype, []).append((target, source))
+        for several in by_type.values():
+            targets, sources = zip(*several, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def worst_tensor(self) -> WorstTensor | None:
         """The parameter that differs most on this rank; every rank calls it, after a run."""
@@ -233,6 +240,15 @@ class Switch:
                 unpack(message, tensor)
         moved.sent += sum(tensor.nbytes for tensor in bucket.sent)
         return bucket.staging_bytes
+
+
+def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as flat int64 views, where they lie in one piece each, begin and end at 8 bytes, and have one type."""
+    if target.dtype != source.dtype or target.nbytes % 8:
+        return target, source
+    if not all(each.is_contiguous() and each.storage_offset() * each.itemsize % 8 == 0 for each in (target, source)):
+        return target, source
+    return target.flatten().view(torch.int64), source.flatten().view(torch.int64)
 
 
 def _paired(target: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
