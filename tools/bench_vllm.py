@@ -215,7 +215,7 @@ def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, opti
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Of the medians, of the fastest rounds, which a busy machine disturbs least, and the rounds' own with quartiles."""
+    """Of the medians, of the fastest rounds, which a busy machine disturbs least, and of each round."""
     pairs = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else [*pairs] * 3
     return (
