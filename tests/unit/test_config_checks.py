@@ -51,6 +51,7 @@ def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
         (["data.val_files=[a.jsonl]"], 'error data.val_files.0: "a.jsonl": there is no such file in'),
         (["model.path=nowhere"], 'error model.path: "nowhere": there is no such folder'),
         (["critic.path=nowhere"], 'error critic.path: "nowhere": there is no such folder'),
+        (["critic.path=nowhere", "algorithm.adv_estimator=rloo", "rollout.n=2"], 'warning critic.path: "nowhere": is never read'),
         (["ref.path=nowhere", "actor.use_kl_loss=true"], 'error ref.path: "nowhere": there is no such folder'),
         (["model.tokenizer_path=nowhere"], 'error model.tokenizer_path: "nowhere": there is no such file'),
         (["trainer.resume=nowhere"], 'error trainer.resume: "nowhere": there is no such file'),
