@@ -40,7 +40,8 @@ def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _is_dense(config: ExperimentConfig, path: str, value: object, default: object) -> Problem:
     reason = f"is for models with experts, and {config.model.path} is dense"
-    return Problem(path, typed(value), reason, f"leave it out, or set it to {default if isinstance(default, str) else typed(default)}")
+    usual = default if isinstance(default, str) else typed(default)
+    return Problem(path, typed(value), reason, f"leave it out, or set it to {usual}")
 
 
 def _idle_problems(config: ExperimentConfig) -> Iterator[Problem]:
