@@ -16,7 +16,7 @@ from megappo.config.checks_layout import (
     world_problems,
 )
 from megappo.config.layout import LayoutConfig
-from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
+from megappo.config.model_folder import ADAPTERS, ModelFacts, ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, raise_errors
 from megappo.errors import ConfigError
 from megappo.launcher.environment import is_joined, joined_world_size
@@ -69,6 +69,8 @@ def model_facts(option: str, folder: str) -> ModelFacts | None:
     existing_folder(option, folder)
     places = (Path(folder), Path(folder) / MODEL_FILES)
     place = next((place for place in places if (place / "config.json").exists()), None)
+    if place is None and (Path(folder) / ADAPTERS).exists():
+        place = Path(folder)  # no model either, which the facts say
     if place is None:
         return None
     try:

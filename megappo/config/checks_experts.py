@@ -4,33 +4,53 @@ from collections.abc import Iterator
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
-from megappo.config.problem import Problem, typed
+from megappo.config.problem import Problem, Severity, typed
 
 
 def expert_problems(config: ExperimentConfig) -> list[Problem]:
-    """Of `model.moe` and `actor.router_replay`. A folder that can't be read is told elsewhere."""
+    """Of `model.moe`, which is the critic's too, and `actor.router_replay`. A folder that can't be read is told
+    elsewhere."""
+    critic = config.critic.path if config.trainer.kind == "ppo" and config.needs_critic else None
     try:
-        facts = read_model_facts(config.model.path)
+        actor_has = read_model_facts(config.model.path).num_experts is not None
+        any_has = actor_has or (critic is not None and read_model_facts(critic).num_experts is not None)
     except ModelFolderError:
         return []
-    if facts.num_experts is None:
-        return list(_dense_problems(config))
-    return [*_dispatcher_problems(config), *_replay_problems(config)]
+    problems = [*(_dispatcher_problems(config) if any_has else _dense_problems(config))]
+    replay = config.actor.router_replay
+    if actor_has:
+        problems += _replay_problems(config)
+    elif replay != "off":
+        problems.append(_is_dense(config, "actor.router_replay", replay, "off"))
+    return problems + list(_idle_problems(config))
 
 
 def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
-    moe, replay = config.model.moe, config.actor.router_replay
+    moe = config.model.moe
     settings = [
         ("model.moe.aux_loss_coeff", moe.aux_loss_coeff, 0.0),
         ("model.moe.z_loss_coeff", moe.z_loss_coeff, 0.0),
         ("model.moe.dispatcher", moe.dispatcher, "alltoall"),
         ("model.moe.capacity_factor", moe.capacity_factor, None),
-        ("actor.router_replay", replay, "off"),
     ]
     for path, value, default in settings:
         if value != default:
-            reason = f"is for models with experts, and {config.model.path} is dense"
-            yield Problem(path, typed(value), reason, f"leave it out, or set it to {default}")
+            yield _is_dense(config, path, value, default)
+
+
+def _is_dense(config: ExperimentConfig, path: str, value: object, default: object) -> Problem:
+    reason = f"is for models with experts, and {config.model.path} is dense"
+    usual = default if isinstance(default, str) else typed(default)
+    return Problem(path, typed(value), reason, f"leave it out, or set it to {usual}")
+
+
+def _idle_problems(config: ExperimentConfig) -> Iterator[Problem]:
+    """A rule of dropping where nothing is dropped."""
+    moe = config.model.moe
+    if moe.token_drop_policy != "probs" and moe.capacity_factor is None:
+        reason = "does nothing, for model.moe.capacity_factor is null, which drops no token"
+        remedy = "set that, for example to 1.25, or leave this out"
+        yield Problem("model.moe.token_drop_policy", moe.token_drop_policy, reason, remedy, Severity.WARNING)
 
 
 def _dispatcher_problems(config: ExperimentConfig) -> Iterator[Problem]:

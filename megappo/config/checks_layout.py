@@ -173,7 +173,7 @@ def model_folders(config: ExperimentConfig) -> Iterator[tuple[str, str]]:
     if config.trainer.kind == "dpo" and config.ref.path is not None:
         yield "ref.path", config.ref.path
     if config.trainer.kind == "ppo":
-        if config.critic.path is not None:
+        if config.critic.path is not None and config.needs_critic:
             yield "critic.path", config.critic.path
         if config.ref.path is not None and config.needs_reference:
             yield "ref.path", config.ref.path

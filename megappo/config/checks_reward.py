@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megappo.config.checks_layout import model_parallel_problems
+from megappo.config.checks_layout import expert_layout_problems, model_parallel_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, typed
@@ -141,7 +141,8 @@ def _folder_problems(config: ExperimentConfig, path: str, folder: str) -> list[P
     except ModelFolderError as error:
         return [Problem(path, typed(folder), error.reason, error.remedy)]
     layout = config.layout
-    return model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
+    problems = model_parallel_problems(facts, folder, layout.tp, layout.pp, split=layout.split, vpp=layout.vpp)
+    return problems + expert_layout_problems(layout, folder, facts)
 
 
 def _shaping_problems(config: ExperimentConfig, reward: RewardConfig) -> list[Problem]:

@@ -18,6 +18,10 @@ EXPERT_ROWS = {
 """Of families with experts, the key of their rows."""
 
 
+ADAPTERS = "adapter_config.json"
+"""What PEFT's folders have, which hold adapters without their model."""
+
+
 class ModelFolderError(Exception):
     """The folder is no model that megappo can build; holds the reason and the way out."""
 
@@ -59,6 +63,12 @@ def read_model_facts(folder: str) -> ModelFacts:
     if not path.is_dir():
         raise ModelFolderError("there is no such folder", "give a Hugging Face folder with config.json and safetensors")
     file = path / "config.json"
+    if not file.is_file() and (path / ADAPTERS).is_file():
+        raise ModelFolderError(
+            "the folder holds low-rank adapters alone, and no model",
+            "give a whole model: megappo convert --merged writes it from the run's checkpoint, and "
+            "model.lora.export_merged at the end of a run",
+        )
     if not file.is_file():
         raise ModelFolderError("the folder has no config.json", "give a folder that save_pretrained has written")
     try:

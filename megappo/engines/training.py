@@ -113,9 +113,10 @@ class ModelEngine:
         return logits
 
     def _logits_now(self, micro: MicroBatch) -> Tensor:
-        if self.routing is not None:
-            self.routing.begin(micro, is_update=False)
-        with torch.no_grad():
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            if self.routing is not None:  # of a model with adapters also that of the pass under way
+                stack.enter_context(self.routing.shared.interrupted())
+                self.routing.begin(micro, is_update=False)
             output: Tensor = self.model(*self._inputs(micro), **_packing(micro))
         return output
 

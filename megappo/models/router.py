@@ -8,7 +8,8 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,6 +109,17 @@ class Routing:
         self._micro, self._is_update, self.losses = None, False, None
         self._again.clear()
         self.statistics.zero_()
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Room for a forward without gradients in the middle of a pass, which then goes on where it was: what is
+        recomputed in its backward finds its own micro-batch, and nothing of the other forward is counted."""
+        held = self._micro, self._is_update, self.statistics
+        self.statistics = torch.zeros_like(self.statistics)
+        try:
+            yield
+        finally:
+            self._micro, self._is_update, self.statistics = held
 
     def add(self, layer: int, sums: Tensor) -> None:
         """Adds to the statistics of a layer, which stay on the device where they are made."""

@@ -24,6 +24,8 @@ ONE_RANK = {
     "adapters": f"model.path={{gemma2}},{NO_CRITIC},{LORA}",
     "experts": f"model.path={{moe}},{NO_CRITIC},{ROUTERS}",
     "expert_adapters": f"model.path={{moe}},{NO_CRITIC},{LORA}",
+    # The reference is the actor without its adapters, and runs inside of the actor's updates.
+    "exact_kl": f"model.path={{moe}},{NO_CRITIC},{LORA},{ROUTERS},actor.kl_loss_type=full",
 }
 TWO_RANKS = {
     "gemma2-tp2": f"{ONE_RANK['gemma2']},layout.tp=2,layout.sequence_parallel=true,{LEAN}",
@@ -31,6 +33,8 @@ TWO_RANKS = {
     "adapters-pp2": f"{ONE_RANK['adapters']},layout.pp=2,{LEAN}",
     "experts-ep2": f"{ONE_RANK['experts']},layout.ep=2,{LEAN}",
     "expert_adapters-ep2": f"{ONE_RANK['expert_adapters']},layout.ep=2,{LEAN}",
+    "exact_kl-ep2": f"{ONE_RANK['exact_kl']},layout.ep=2,{LEAN}",
+    "exact_kl-pp2": f"{ONE_RANK['exact_kl']},layout.pp=2,{LEAN}",
 }
 
 
@@ -54,7 +58,8 @@ def test_gradients_and_steps_equal_one_plain_rank(runs: Runs, name: str) -> None
     assert worst.relative <= GRADIENT_LIMIT, worst
     assert len(runs.metrics[plain]) == 3
     for ours, one in zip(runs.metrics[name], runs.metrics[plain], strict=True):
-        for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+        routers = [key for key in one if key.startswith("actor/router_")]
+        for key in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", *routers):
             assert abs(ours[key] - one[key]) <= LOSS_LIMIT * max(abs(one[key]), 1.0), (ours["step"], key)
     assert runs.metrics[name][0]["actor/micro_batches"] != runs.metrics[plain][0]["actor/micro_batches"]
     assert any(key.startswith("memory/") and key.endswith("/host") for key in runs.metrics[name][0])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.cli.model_arguments import model_facts
 from megappo.config.checks import check_experiment, data_parallel_size, require_sound
 from megappo.config.load import load_experiment
 from megappo.config.problem import Severity
@@ -51,6 +52,7 @@ def test_the_small_experiment_is_sound(tmp_path: Path) -> None:
         (["data.val_files=[a.jsonl]"], 'error data.val_files.0: "a.jsonl": there is no such file in'),
         (["model.path=nowhere"], 'error model.path: "nowhere": there is no such folder'),
         (["critic.path=nowhere"], 'error critic.path: "nowhere": there is no such folder'),
+        (["critic.path=nowhere", "algorithm.adv_estimator=rloo", "rollout.n=2"], 'warning critic.path: "nowhere": is never read'),
         (["ref.path=nowhere", "actor.use_kl_loss=true"], 'error ref.path: "nowhere": there is no such folder'),
         (["model.tokenizer_path=nowhere"], 'error model.tokenizer_path: "nowhere": there is no such file'),
         (["trainer.resume=nowhere"], 'error trainer.resume: "nowhere": there is no such file'),
@@ -150,6 +152,18 @@ def test_model_folders(tmp_path: Path, content: str | None, expected: str) -> No
     file.unlink() if content is None else file.write_text(content)
     (line,) = [problem.text() for problem in check_experiment(config)]
     assert line.startswith("model.path: ") and expected in line
+
+
+def test_a_folder_of_adapters_is_no_model(tmp_path: Path) -> None:
+    """As `trainer.export_hf` writes it; commands that read a model say the same of it."""
+    config = small_experiment(tmp_path)
+    folder = tmp_path / "model"
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (line,) = [problem.text() for problem in check_experiment(config)]
+    reason = "the folder holds low-rank adapters alone, and no model; give a whole model: megappo convert --merged"
+    assert reason in line
+    with pytest.raises(ConfigError, match=f"--model {folder}: {reason}"):
+        model_facts("--model", str(folder))
 
 
 def test_errors_come_before_warnings_and_raise_together(tmp_path: Path) -> None:

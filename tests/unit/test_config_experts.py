@@ -1,6 +1,7 @@
 """Rules of the layout of experts: each message, and that what is allowed passes."""
 # ruff: noqa: E501  a line of a table is one case, with the whole message
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megappo.config.load import load_experiment
 from megappo.engines.optimizer import refuse_stages_without_experts
 from megappo.errors import ConfigError
 from megappo.parallel.mesh import data_parallel_size
-from tests.support.experiments import write_experiment
+from tests.support.experiments import MODEL, write_experiment
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6}
 SP = "layout.sequence_parallel=true"
@@ -68,6 +69,17 @@ def test_experts_that_data_parallel_ranks_share_are_generated_from_elsewhere(
     """Ranks that decode different prompts would wait for each other in every layer."""
     config = load_experiment(write_experiment(tmp_path, **EXPERTS), overrides)
     assert config.generates_in_own_layout is expected
+
+
+def test_experts_of_a_reward_model_are_laid_out_too(tmp_path: Path) -> None:
+    """It has 6 where the actor has 8: what divides the one may not divide the other."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    (judge / "config.json").write_text(json.dumps(MODEL | EXPERTS | {"num_experts": 6}))
+    parts = f"reward.parts=[{{name: judge, kind: model, path: {judge}}}]"
+    assert found(tmp_path, parts, "layout.ep=2") == []
+    (line,) = found(tmp_path, parts, "layout.ep=4")
+    assert f"layout.ep: 4: does not divide the 6 experts of {judge}; nearest that can: 3 or 6" in line
 
 
 def test_a_dense_model_has_no_experts_to_lay_out(tmp_path: Path) -> None:

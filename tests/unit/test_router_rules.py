@@ -1,6 +1,7 @@
 """What may be asked of routers: each refusal with its way out; and their losses against hand arithmetic."""
 # ruff: noqa: E501  a line of a table is one case, with the whole message
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megappo.models.import_hf import _refuse_unknown
 from megappo.models.router import MicroRouting, Routing
 from megappo.models.routing import best_experts, expert_weights
 from megappo.models.weight_map import WeightMap
-from tests.support.experiments import write_experiment
+from tests.support.experiments import MODEL, write_experiment
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6}
 REPLAY, GATHER = "actor.router_replay=rollout", "model.moe.dispatcher=allgather"
@@ -38,6 +39,7 @@ def found(folder: Path, *overrides: str, **model: object) -> list[str]:
         (["actor.router_replay=old_log_probs", "algorithm.rollout_correction.bypass_mode=true"], "leaves out the old log-prob pass"),
         ([GATHER, "layout.ep=2"], "the ep 2 · etp 1 = 2 ranks that share experts would have to hold the same number of tokens"),
         ([GATHER, "layout.pp=2"], "over layout.pp 2 stages"),
+        (["model.moe.token_drop_policy=position"], "does nothing, for model.moe.capacity_factor is null"),
     ],
 )  # fmt: skip
 def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
@@ -58,6 +60,22 @@ def test_what_is_allowed(tmp_path: Path) -> None:
         found(tmp_path, REPLAY, GATHER, "layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", **EXPERTS) == []
     )
     assert found(tmp_path, REPLAY, "algorithm.rollout_correction.bypass_mode=true", **EXPERTS) == []
+
+
+def test_a_critic_with_experts_beside_a_dense_actor(tmp_path: Path) -> None:
+    """The routers' losses, dispatcher and capacity are the critic's too; what is replayed is the actor's alone."""
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps(MODEL | EXPERTS))
+    settings = ["model.moe.aux_loss_coeff=0.1", "model.moe.capacity_factor=1.5", f"critic.path={critic}"]
+    assert found(tmp_path, *settings) == []
+    assert "over layout.pp 2 stages" in found(tmp_path, *settings, GATHER, "layout.pp=2")[0]
+    (line,) = found(tmp_path, *settings, REPLAY)
+    assert line.startswith("actor.router_replay: ") and line.endswith("is dense; leave it out, or set it to off")
+    lines = found(tmp_path, *settings, "algorithm.adv_estimator=grpo")  # which has no critic
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "leave it out, or set it to 0.0", "leave it out, or set it to null"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", [REPLAY, GATHER, "model.moe.aux_loss_coeff=0.1", "model.moe.z_loss_coeff=0.1"])
