@@ -256,7 +256,8 @@ def link_text(world_size: int, link: float, speed: float) -> str:
         return "link: none, with one rank"
     return (
         f"link: {link / 1e9:.2f} GB/s into each rank while all {world_size} send one large message to the next rank "
-        f"and take one from the rank before; the switch's {speed / 1e9:.2f} GB/s, copies and all, are {speed / link:.2f} of that"
+        f"and take one from the rank before; the switch's {speed / 1e9:.2f} GB/s, copies and all, are "
+        f"{speed / link:.2f} of that"
     )
 
 
