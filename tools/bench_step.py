@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--flat-mib", type=float, metavar="MIB", help="fail where a step holds more than the second")
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every run")
     options = parser.parse_args(arguments)
+    # argparse gives --layouts all words that follow it, overrides too: these have a dot in their name.
+    options.overrides = [*options.overrides, *(word for word in options.layouts if "." in word.partition("=")[0])]
+    options.layouts = [word for word in options.layouts if word not in options.overrides]
     if options.steps < 2:
         parser.error("--steps: 1 leaves no step to count; give 2 or more")
     limited.end_on_sigterm()

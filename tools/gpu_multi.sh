@@ -180,7 +180,7 @@ if asked single; then
 fi
 asked step && steps step step "$shape" tp=1 "${layouts[@]}"
 asked lora && steps lora lora "$lora_shape" tp=1 "${layouts[@]}" "${lora[@]}"
-asked vllm && run vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --prompts 32 --layouts "$vllm_layout" --each-step \
+asked vllm && run vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --prompts 32 --out "$out/vllm" --layouts "$vllm_layout" --each-step \
     --flat-mib 64 rollout.engine=vllm rollout.gpu_memory_utilization=0.4
 if asked learn && ! can_learn; then
     printf '| learn | 0 | - | not run: %s or %s is missing (README, "A real model") |\n' "$model" "$data" >"$out/learn.row"

@@ -97,7 +97,12 @@ def call(scratch: Path, gpus: int, *arguments: str, do: str = ":", **more: str) 
 def after(command: list[str], option: str) -> list[str]:
     """The words between an option and the next one."""
     rest = command[command.index(option) + 1 :]
-    return rest[: next((place for place, word in enumerate(rest) if word.startswith("--") or "." in word), len(rest))]
+    return rest[
+        : next(
+            (place for place, word in enumerate(rest) if word.startswith("--") or re.match(r"[a-z]+\.[\w.]+=", word)),
+            len(rest),
+        )
+    ]
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
