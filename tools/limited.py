@@ -7,6 +7,7 @@ torchrun and workers of vLLM have sessions of their own, which `timeout` does no
 descendants, orphans too. Linux.
 """
 
+import argparse
 import ctypes
 import signal
 import subprocess
@@ -26,18 +27,16 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        seconds = float(given[0])
-    except (IndexError, ValueError):
-        seconds = 0.0
-    if seconds <= 0 or len(given) < 2:
-        print("limited.py: give seconds (more than 0) and a command: limited.py 300 COMMAND …", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="a program and its arguments")
+    options = parser.parse_args(arguments)
+    if options.seconds <= 0 or not options.command:
+        parser.error("give seconds (more than 0) and a command, such as: limited.py 300 make test-gpu")
     end_on_sigterm()
-    code = run(given[1:], seconds, grace=GRACE_SECONDS)
+    code = run(options.command, options.seconds, grace=GRACE_SECONDS)
     if code is None:
-        print(f"limited.py: cut off after {seconds:g} s", file=sys.stderr)
+        print(f"limited.py: cut off after {options.seconds:g} s", file=sys.stderr)
         return TIME_OVER
     return code if code >= 0 else 128 - code  # as a shell tells a signal
 

@@ -14,7 +14,7 @@ QUESTIONS = ["2 + 3?", "4 and 4?", "7 less 6?", "One half of 18?"]
 
 @pytest.mark.slow
 def test_it_runs_with_a_tiny_model(tmp_path: Path) -> None:
-    tiny_tokenizer(tiny_model(tmp_path / "model", "llama", tied=True, max_position_embeddings=512))
+    tiny_tokenizer(tiny_model(tmp_path / "model", "llama", tied=True))
     rows = [{"question": text, "answer": f"#### {place}"} for place, text in enumerate(QUESTIONS)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
     (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
