@@ -96,7 +96,8 @@ assemble() { # the table of all sections that are there
 run() { # run NAME COMMAND …: within the time limit, into a log of its own; its row and its section of the table
     local name="$1" begin="$SECONDS" code told
     shift
-    rm -f "$out/$name.row" "$out/$name.section"
+    rm -f "$out/$name.section"
+    printf '| %s | - | - | interrupted; %s/%s.log is what there is |\n' "$name" "$out" "$name" >"$out/$name.row"
     echo "$name …" >&2
     "$python" tools/limited.py "$limit" "$@" >"$out/$name.log" 2>&1 &
     wait $!

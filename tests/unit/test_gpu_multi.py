@@ -210,7 +210,7 @@ def test_a_signal_ends_what_runs_and_leaves_the_table(scratch: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 143 and "| part | seconds |" in out
+    assert process.returncode == 143 and "| step-one | - | - | interrupted" in out
     assert not [pid for pid in pids if Path("/proc", pid.suffix[1:]).exists()]
 
 
