@@ -6,8 +6,14 @@
 
 A case is p-t-d:g[,g…]: the training layout (pipeline, tensor, data-parallel; @epN[,etpM] for experts) and the sizes of
 the generation replicas. Ranks are started here, on GPUs where there are any, otherwise on CPUs with gloo. Weights are
-random. `--engine vllm` fills tensors of vLLM's shapes; vLLM itself is not needed. What a link gives is measured too, by
-large messages to the neighbour. The machine's noise is in seconds: compare ratios, whose two figures are of one run.
+random. `--engine vllm` fills tensors of vLLM's shapes; vLLM itself is not needed. The machine's noise is in seconds:
+compare ratios, whose two figures are of one run.
+
+What a link gives is measured beside it: every rank sends one large message to the next rank while it takes one from the
+rank before, so that each link is busy in both directions. "Of the link" is the bytes that the busiest rank takes in a
+switch, over the whole switch's time, as a share of that speed. A switch also copies inside a GPU and sends many tensors
+in buckets; a rank that takes from several others at once has more than one link where GPUs are switched (NVLink), so
+that the share can be above 1.
 """
 
 import argparse
@@ -224,11 +230,35 @@ def measure(
     median, naive_median = statistics.median(seconds), statistics.median(naive_seconds)
     print(
         f"switch {median * 1e3:.2f} ms ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f}), "
-        f"{busiest / median / 1e9:.2f} GB/s into the busiest rank, {busiest / median / link:.2f} of a neighbour's "
-        f"{link / 1e9:.2f}; staging {staging:,} B; "
+        f"{busiest / median / 1e9:.2f} GB/s into the busiest rank; staging {staging:,} B; "
         f"whole tensors {naive_median * 1e3:.2f} ms, {max(peak for *_, peak in ranks):,} B; "
         f"ratio {naive_median / median:.2f}"
+    )
+    print(link_text(world, link, busiest / median))
+    expected = {name: float(formula_of(planner, name, grid.tp).received * world) for name in CLASSES}
+    apart = [
+        f"{name} {received[name]:,} for {expected[name]:,.0f}"
+        for name in CLASSES
+        if abs(received[name] - expected[name]) > 0.5
+    ]
+    print(
+        f"summary: {training} → {grid.tp}: {sum(received.values()):,} B received, "
+        f"{'by formula' if not apart else 'NOT by formula: ' + ', '.join(apart)}; {median * 1e3:.2f} ms, "
+        f"{busiest / median / 1e9:.1f} GB/s = {busiest / median / link:.2f} of the link; {staging / 2**20:.1f} MiB of "
+        f"staging; whole tensors take {naive_median / median:.1f} times as long",
+        flush=True,
     )  # fmt: skip
+
+
+def link_text(world_size: int, link: float, speed: float) -> str:
+    """What the share of the link compares."""
+    if world_size == 1:
+        return "link: none, with one rank"
+    return (
+        f"link: {link / 1e9:.2f} GB/s into each rank while all {world_size} send one large message to the next rank "
+        f"and take one from the rank before; the switch's {speed / 1e9:.2f} GB/s, copies and all, are "
+        f"{speed / link:.2f} of that"
+    )
 
 
 def link_speed(mesh: Mesh, repeats: int) -> float:

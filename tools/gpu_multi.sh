@@ -1,26 +1,46 @@
 #!/usr/bin/env bash
 # What several GPUs of one machine have to show, from a bare checkout, and one table at the end.
 #
-#   tools/gpu_multi.sh [N] [LAYOUT …]      # N GPUs (default: all); layouts of whole steps, such as tp=2 dp=2 (default: those of N)
+#   tools/gpu_multi.sh [N] [LAYOUT …]      # N GPUs (default: all); layouts of whole steps, such as tp=2,dp=2 (default: those of N)
+#   PARTS="step lora" LIMIT=240 tools/gpu_multi.sh 2
 #
 #   PYTHON    the interpreter, with megappo's packages, vLLM and pytest (default: .venv/bin/python, else python3)
-#   OUT       folder of the logs and of table.md (default: runs/gpu-multi)
-#   PARTS     which parts (default: parity switch step lora vllm learn)
+#   OUT       folder of the logs, the runs and table.md (default: runs/gpu-multi)
+#   PARTS     which parts, of the list below (default: all)
+#   LIMIT     seconds that a part may take, each of the side-by-side ones too (default: 300); one that is cut off keeps its log
 #   SHAPE     the model of the switch and of whole steps (default: qwen2.5-1.5b); LORA_SHAPE that of the LoRA steps (qwen2.5-7b)
+#   MODEL, DATA, STEPS   of the learning runs: SmolLM2's folder (models/smollm2), GSM8K's (data/gsm8k), steps (20)
 #
-# A part that fails is told in the table, with the end of its log; the others go on. The exit code is the number of failures.
+#   parity  steps on layouts of the GPUs against one GPU's         lost    a rank that is killed, and the run that goes on
+#   switch  weights from training to generation layouts            single  what step, lora and learn need of one GPU, side by side
+#   step    whole steps of SHAPE, all weights                      lora    whole steps of LORA_SHAPE, adapters
+#   vllm    ten steps with vLLM, CUDA graphs, sleep and wake       learn   GSM8K on one GPU, on DP N and on PP N
+#
+# A part that fails is told in the table, with the end of its log; the others go on. Parts of earlier calls stay in the table,
+# and finished runs of one GPU are not repeated. The exit code is the number of this call's failures.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 gpus="${1:-$(nvidia-smi --list-gpus | wc -l)}"
 shift || true
 python="${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
 out="${OUT:-runs/gpu-multi}"
+limit="${LIMIT:-300}"
 shape="${SHAPE:-qwen2.5-1.5b}"
 lora_shape="${LORA_SHAPE:-qwen2.5-7b}"
-layouts=("$@")
-if ((${#layouts[@]} == 0)); then
-    layouts=("dp=$gpus" "tp=$gpus,sequence_parallel=true" "pp=$gpus" "cp=$gpus")
-fi
+model="${MODEL:-models/smollm2}"
+data="${DATA:-data/gsm8k}"
+num_steps="${STEPS:-20}"
+learned="$out/learn-$num_steps-steps"
+all_parts="parity lost switch single step lora vllm learn"
+parts="${PARTS:-$all_parts}"
+# The order of the table.
+sections="parity lost switch switch-experts step-one lora-one learn-one step lora vllm learn-dp learn-pp learn"
+for part in $parts; do
+    if [[ " $all_parts " != *" $part "* ]]; then
+        echo "gpu_multi.sh: PARTS: there is no part $part; there are: $all_parts" >&2
+        exit 2
+    fi
+done
 if ((gpus < 2)); then
     echo "gpu_multi.sh: needs two GPUs or more, and was given $gpus" >&2
     exit 2
@@ -29,50 +49,150 @@ visible="$(seq -s, 0 $((gpus - 1)))"
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-$visible}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 . launch/env.sh
 mkdir -p "$out"
-failures=0
-table="$out/table.md"
-printf '# %s GPUs: %s\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | tr -s ' ')" >"$table"
+rm -f "$out"/*.failed
 
-part() { # part NAME COMMAND …: runs it into a log of its own, if it is asked for; its output goes into the table
-    local name="$1" begin="$SECONDS" code
-    shift
-    [[ " ${PARTS:-parity switch step lora vllm learn} " == *" ${name%%-*} "* ]] || return 0
-    echo "$name …" >&2
-    "$@" >"$out/$name.log" 2>&1
-    code=$?
-    {
-        printf '\n## %s (%d s, exit code %d)\n\n```\n' "$name" "$((SECONDS - begin))" "$code"
-        if ((code == 0)); then
-            grep -vE '^(timing|Writing|W[0-9]{4}|\[rank|\*+)|Warning|warnings\.warn' "$out/$name.log" | tail -n 60
-        else
-            tail -n 15 "$out/$name.log"
-        fi
-        printf '```\n'
-    } >>"$table"
-    ((code == 0)) || failures=$((failures + 1))
+# Two GPUs have one way to use both of a kind; more than that are fours, or pairs, with copies.
+sp=sequence_parallel=true
+copies() { (($1 > 1)) && echo ",dp=$1"; }
+if ((gpus == 2)); then
+    layouts=("dp=2" "tp=2,$sp" "pp=2" "cp=2")
+    switches=("1-2-1:2,1" "1-1-2:2,1" "2-1-1:2,1")
+    vllm_layout="tp=2,$sp"
+elif ((gpus % 4 == 0)); then
+    fours=$((gpus / 4))
+    layouts=("dp=$gpus" "tp=4,$sp$(copies $fours)" "pp=4$(copies $fours)" "tp=2,$sp,pp=2$(copies $fours)" "cp=2,dp=$((gpus / 2))")
+    switches=("1-4-$fours:4,1" "1-1-$gpus:4,1" "4-1-$fours:4,1" "2-2-$fours:4,2,1")
+    vllm_layout="tp=4,$sp$(copies $fours)"
+else
+    layouts=("dp=$gpus")
+    switches=("1-1-$gpus:1")
+    vllm_layout="dp=$gpus"
+fi
+(($# > 0)) && layouts=("$@")
+
+asked() { # asked NAME …: whether one of these parts is asked for
+    local name
+    for name in "$@"; do
+        [[ " $parts " == *" $name "* ]] && return 0
+    done
+    return 1
 }
 
-# From p-t-d to replicas of g: the layouts whose switch says something on so many GPUs.
-half=$((gpus / 2))
-switches=("1-$gpus-1:$gpus,1" "1-1-$gpus:$gpus,1" "$gpus-1-1:1,$gpus")
-((half > 1)) && switches+=("1-$half-2:$gpus,$half,1" "2-$half-1:$gpus,$half,1")
+cell() { # cell LOG: what the tools say in a line of the table
+    { grep -hE '^summary: ' "$1" | sed 's/^summary: //'; grep -hE '^[0-9]+ (passed|failed|skipped|error).* in [0-9.]+s' "$1"; } |
+        sed 's/|/\\|/g' | paste -sd '~' | sed 's/~/<br>/g'
+}
 
-part parity "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_many_gpus.py
-part switch "$python" tools/bench_reshard.py --shape "$shape" --dtype bfloat16 --engine vllm "${switches[@]}"
-part switch-experts "$python" tools/bench_reshard.py --shape qwen3-30b-a3b --layers 8 --dtype bfloat16 --engine vllm \
-    "1-1-$gpus@ep$gpus:$gpus,1"
-part step "$python" tools/bench_step.py --shape "$shape" --steps 4 --prompts 32 --layouts tp=1 "${layouts[@]}"
-part lora "$python" tools/bench_step.py --shape "$lora_shape" --steps 3 --layouts tp=1 "${layouts[@]}" \
-    model.lora.rank=32 algorithm.adv_estimator=grpo
-part vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --layouts "tp=$gpus" --each-step \
-    rollout.engine=vllm rollout.gpu_memory_utilization=0.4
-if [[ -e models/smollm2/config.json && -e data/gsm8k/train.jsonl ]]; then
-    for layout in tp=1 "dp=$gpus" "pp=$gpus"; do
-        part "learn-$layout" "$python" -m megappo train yaml/gsm8k_smollm2.yaml "layout.${layout}" \
-            "trainer.run_dir=$out/learn-$layout" trainer.total_steps=20
+assemble() { # the table of all sections that are there
+    {
+        printf '# %s GPUs: %s\n\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | tr -s ' ')"
+        printf '| part | seconds | exit code | shows |\n|---|---|---|---|\n'
+        for name in $sections; do cat "$out/$name.row" 2>/dev/null; done
+        for name in $sections; do cat "$out/$name.section" 2>/dev/null; done
+    } >"$out/table.md"
+    cat "$out/table.md"
+}
+
+run() { # run NAME COMMAND …: within the time limit, into a log of its own; its row and its section of the table
+    local name="$1" begin="$SECONDS" code told
+    shift
+    rm -f "$out/$name.section"
+    printf '| %s | - | - | interrupted; %s/%s.log is what there is |\n' "$name" "$out" "$name" >"$out/$name.row"
+    echo "$name …" >&2
+    "$python" tools/limited.py "$limit" "$@" >"$out/$name.log" 2>&1 &
+    wait $!
+    code=$?
+    told="$(cell "$out/$name.log")"
+    ((code == 124)) && told="cut off after $limit s<br>$told"
+    ((code == 0)) || touch "$out/$name.failed"
+    printf '| %s | %d | %d | %s |\n' "$name" "$((SECONDS - begin))" "$code" "$told" >"$out/$name.row"
+    {
+        printf '\n## %s\n\n```\n' "$name"
+        if ((code == 0)); then
+            grep -vE '^(timing|Writing|W[0-9]{4}|\[rank|\*+)|Warning|warnings\.warn' "$out/$name.log" | tail -n 90
+        else
+            tail -n 60 "$out/$name.log"
+        fi
+        printf '```\n'
+    } >"$out/$name.section"
+    echo "$name: exit code $code after $((SECONDS - begin)) s" >&2
+}
+
+end_children() { # at a signal: what runs is ended (limited.py ends what it has started), what is there is told
+    trap '' TERM INT
+    # shellcheck disable=SC2046
+    kill $(jobs -p) 2>/dev/null
+    wait
+    [[ -n "${1:-}" ]] && assemble
+    exit 143
+}
+trap 'end_children table' TERM INT
+
+on_gpu() { # on_gpu I COMMAND …: sees that one of the visible GPUs alone
+    local device
+    device="$(cut -d, -f$(($1 + 1)) <<<"$CUDA_VISIBLE_DEVICES")"
+    shift
+    CUDA_VISIBLE_DEVICES="$device" "$@"
+}
+
+steps() { # steps NAME FOLDER SHAPE LAYOUT … [-- OVERRIDE …]
+    local name="$1" folder="$2" of="$3"
+    shift 3
+    local these=()
+    while (($# > 0)) && [[ "$1" != -- ]]; do
+        these+=("$1")
+        shift
     done
-else
-    printf '\n## learn\n\nnot run: models/smollm2 or data/gsm8k is missing (README, "A real model")\n' >>"$table"
+    run "$name" "$python" tools/bench_step.py --shape "$of" --steps 3 --prompts 32 --lengths 768 256 \
+        --limit "$((limit / 2))" --out "$out/$folder" --layouts "${these[@]}" "$@"
+}
+lora=(-- model.lora.rank=32 algorithm.adv_estimator=grpo)
+
+learn() { # learn NAME SIZES [OVERRIDE …]: one run on GSM8K
+    local name="$1" sizes="$2" words=() size
+    shift 2
+    for size in ${sizes//,/ }; do words+=("layout.$size"); done
+    grep -q '"state": "done"' "$learned/$name/status.json" 2>/dev/null && return
+    rm -rf "${learned:?}/$name"
+    run "learn-$name" "$python" -m megappo train yaml/gsm8k_smollm2_gpu.yaml "${words[@]}" "$@" "model.path=$model" \
+        "data.train_files=[$data/train.jsonl]" "data.val_files=[$data/test.jsonl]" "trainer.run_dir=$learned/$name" \
+        "trainer.total_steps=$num_steps" trainer.save_last=false
+}
+can_learn() { [[ -e "$model/config.json" && -e "$data/train.jsonl" ]]; }
+
+asked parity && run parity "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_many_gpus.py -k "not lost"
+asked lost && run lost "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_many_gpus.py -k lost
+if asked switch; then
+    run switch "$python" tools/bench_reshard.py --shape "$shape" --dtype bfloat16 --engine vllm "${switches[@]}"
+    run switch-experts "$python" tools/bench_reshard.py --shape qwen3-30b-a3b --layers 8 --dtype bfloat16 --engine vllm \
+        "1-1-$gpus@ep$gpus:$gpus,1"
 fi
-cat "$table"
-exit "$failures"
+if asked single; then
+    (
+        trap end_children TERM INT
+        on_gpu 0 steps step-one step "$shape" tp=1
+        on_gpu 0 steps lora-one lora "$lora_shape" tp=1 "${lora[@]}"
+    ) &
+    (
+        trap end_children TERM INT
+        can_learn && on_gpu 1 learn one tp=1,pp=1,dp=1
+    ) &
+    wait
+fi
+asked step && steps step step "$shape" tp=1 "${layouts[@]}"
+asked lora && steps lora lora "$lora_shape" tp=1 "${layouts[@]}" "${lora[@]}"
+asked vllm && run vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --prompts 32 --out "$out/vllm" --layouts "$vllm_layout" --each-step \
+    --flat-mib 64 rollout.engine=vllm rollout.gpu_memory_utilization=0.4
+if asked learn && ! can_learn; then
+    printf '| learn | 0 | - | not run: %s or %s is missing (README, "A real model") |\n' "$model" "$data" >"$out/learn.row"
+    touch "$out/learn.failed"
+elif asked learn; then
+    learn one tp=1,pp=1,dp=1
+    learn dp "tp=1,pp=1,dp=$gpus"
+    # 30 layers divide over 4 and 8 stages with the embedding and the output layer counted.
+    learn pp "tp=1,pp=$gpus,dp=1,account_for_embedding_in_pipeline_split=true,account_for_loss_in_pipeline_split=true"
+    run learn "$python" tools/compare_runs.py "$learned"/{one,dp,pp} --learned reward/score --metrics reward/score \
+        reward/parts/correct reward/parts/form eval/test/exact_match response_length/mean time/step
+fi
+assemble
+exit "$(find "$out" -maxdepth 1 -name '*.failed' | wc -l)"

@@ -15,7 +15,7 @@ class RewardPartConfig(Section):
 
     name: str = Field(min_length=1, examples=["correct"])
     """Name in the metrics: `reward/parts/<name>`."""
-    kind: Literal["exact_match", "gsm8k", "math_verify", "function", "http", "model", "implicit"]
+    kind: Literal["exact_match", "gsm8k", "math_verify", "answer_line", "function", "http", "model", "implicit"]
     """A rule by its name, a function of your own, a service behind HTTP, a reward model, or the implicit reward of a
     policy that learned from preferences."""
     function: str | None = None

@@ -17,12 +17,16 @@ from megappo.rewards.http import HttpPart
 from megappo.rewards.pool import RewardPool
 from megappo.rewards.process import MATH_VERIFY, Answer, Call, Part, is_async
 from megappo.rewards.reward import FailedReward, Reward, RewardFunction, ScoredBatch
-from megappo.rewards.rules import exact_match, gsm8k
+from megappo.rewards.rules import answer_line, exact_match, gsm8k
 
 SumCounts = Callable[[list[int]], list[int]]
 """Sums counts over the data-parallel ranks, so that all of them stop or none."""
 
-INLINE_RULES: dict[str, RewardFunction] = {"exact_match": exact_match, "gsm8k": gsm8k}
+INLINE_RULES: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "answer_line": answer_line,
+}
 MAX_PROCESSES = 8
 NEEDED = {"function": "function", "url": "http", "path": "model", "policy": "implicit"}
 """Setting of a part → the kind that needs it, and the only one that takes it."""

@@ -1,4 +1,5 @@
-"""Rule rewards: 1 for a right answer, 0 for a wrong one. Each is a RewardFunction; a sample without truth raises."""
+"""Rule rewards. Each is a RewardFunction: 1 for a right answer and 0 for a wrong one, where a sample without truth
+raises, or 0 to 1 for the form of an answer."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 FINAL_ANSWER = "####"
+_ANSWER_LINE = re.compile(rf"{re.escape(FINAL_ANSWER)}\s*{_NUMBER.pattern}\s*", re.VERBOSE)
 
 
 def exact_match(sample: RolloutSample) -> float:
@@ -35,6 +37,22 @@ def gsm8k(sample: RolloutSample) -> float:
     if truth is None:
         raise ValueError(f"no number in the ground truth {ground_truth(sample)!r}")
     return float(final_number(sample.text) == truth)
+
+
+def answer_line(sample: RolloutSample) -> float:
+    """How far a response keeps to the form that `gsm8k` reads, whatever the number: it ends with a line `#### number`.
+
+    A quarter each for a `####`, for a number after the last one, for a last line (white space apart) of nothing but
+    `####` and a number, and for ending there by itself rather than at the limit.
+    """
+    _, mark, rest = sample.text.rpartition(FINAL_ANSWER)
+    if not mark:
+        return 0.0
+    if _NUMBER.search(rest) is None:
+        return 0.25
+    if _ANSWER_LINE.fullmatch(sample.text.rstrip().rpartition("\n")[2].strip()) is None:
+        return 0.5
+    return 1.0 if sample.finish_reason == "stop" else 0.75
 
 
 def math_verify(sample: RolloutSample) -> float:

@@ -21,21 +21,58 @@ pytestmark = [
 ]
 
 SP = "layout.tp=2,layout.sequence_parallel=true"
+PP = "layout.pp=2"
+CP = "layout.cp=2"
+# By the number of GPUs; dp is what is left of it.
 LAYOUTS = {
-    "tp2": "layout.tp=2",
-    "tp2-sp": SP,
-    "pp2": "layout.pp=2",
-    "dp2": "",
-    "dp2-overlap": OVERLAP,
-    "cp2": "layout.cp=2",
-    "cp2-a2a": "layout.cp=2,model.cp_comm_type=a2a",
+    2: {
+        "tp2": "layout.tp=2",
+        "tp2-sp": SP,
+        "pp2": PP,
+        "dp2": "",
+        "dp2-overlap": OVERLAP,
+        "cp2": CP,
+        "cp2-a2a": f"{CP},model.cp_comm_type=a2a",
+    },
+    4: {
+        "tp2-sp-dp2": SP,
+        "tp4": "layout.tp=4",
+        "tp2-pp2": f"layout.tp=2,{PP}",
+        "pp2-dp2": PP,
+        "dp4": "",
+        "dp4-overlap": OVERLAP,
+        "cp2-tp2-sp": f"{CP},{SP}",
+        "cp4": "layout.cp=4",
+    },
+    8: {
+        "tp2-sp-dp4": SP,
+        "tp4-sp-pp2": f"layout.tp=4,layout.sequence_parallel=true,{PP}",
+        "tp2-sp-pp2-dp2": f"{SP},{PP}",
+        "pp2-dp4-overlap": f"{PP},{OVERLAP}",
+        "cp2-tp2-sp-dp2": f"{CP},{SP}",
+        "cp4-tp2": "layout.cp=4,layout.tp=2",
+    },
 }
 EXPERT_LAYOUTS = {
-    "dp2": "",
-    "ep2": "layout.ep=2",
-    "ep2-overlap": f"layout.ep=2,{OVERLAP}",
-    "tp2-sp-ep2": f"{SP},layout.ep=2",
+    2: {
+        "dp2": "",
+        "ep2": "layout.ep=2",
+        "ep2-overlap": f"layout.ep=2,{OVERLAP}",
+        "tp2-sp-ep2": f"{SP},layout.ep=2",
+    },
+    4: {
+        "ep4": "layout.ep=4",
+        "ep2-dp4-overlap": f"layout.ep=2,{OVERLAP}",
+        "tp2-sp-ep4": f"{SP},layout.ep=4",
+        "tp2-sp-pp2-ep2": f"{SP},{PP},layout.ep=2",
+    },
+    8: {
+        "tp2-sp-ep4": f"{SP},layout.ep=4",
+        "tp2-sp-pp2-ep4": f"{SP},{PP},layout.ep=4",
+    },
 }
+# The most that there are layouts for; CUDA_VISIBLE_DEVICES gives the smaller sizes.
+SIZE = max((size for size in LAYOUTS if size <= torch.cuda.device_count()), default=2)
 HALF = "model.dtype=bfloat16"
 
 
@@ -50,7 +87,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("dense")
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
     critic = tiny_tokenizer(tiny_model(folder / "critic", "llama", num_layers=2, value_head=True, seed=1))
-    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), 2: both_types(LAYOUTS)})
+    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), SIZE: both_types(LAYOUTS[SIZE])})
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +95,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("experts")
     actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", tied=True))
     critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
-    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), 2: both_types(EXPERT_LAYOUTS)})
+    layouts = {1: both_types({"one": ""}), SIZE: both_types(EXPERT_LAYOUTS[SIZE])}
+    return parity_runs(folder, actor, critic, layouts)
 
 
 def check(runs: Runs, name: str) -> None:
@@ -70,20 +108,22 @@ def check(runs: Runs, name: str) -> None:
     assert runs.losses(f"{name}-bf16", reference="one-bf16") <= 0.01
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS[SIZE])
 def test_dense_steps_equal_one_gpus(dense: Runs, name: str) -> None:
     check(dense, name)
 
 
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS[SIZE])
 def test_steps_with_experts_equal_one_gpus(experts: Runs, name: str) -> None:
     check(experts, name)
 
 
-@pytest.mark.parametrize("layout", ["layout.dp=2", "layout.tp=2"])
+# Minibatches of four sequences: four data-parallel ranks at most.
+@pytest.mark.parametrize("layout", [f"layout.dp={min(SIZE, 4)}", f"layout.tp=2,layout.dp={SIZE // 2}"])
 def test_a_lost_rank_ends_the_run_and_it_goes_on_to_the_same_end(tmp_path: Path, layout: str) -> None:
     experiment = write_run_experiment(tmp_path)
-    words = ["train", experiment, layout, "trainer.save_freq=2", "data.val_files=[]", "trainer.test_freq=0"]
+    words = ["train", experiment, *layout.split(","), "actor.ppo_micro_batch_size_per_gpu=1"]
+    words += ["trainer.save_freq=2", "data.val_files=[]", "trainer.test_freq=0"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     succeed(*words, f"trainer.run_dir={whole}")
     running = Running(*words, f"trainer.run_dir={parts}")

@@ -102,7 +102,7 @@ def test_missing_file_and_binary_file(tmp_path: Path) -> None:
         ("actor:", "actr:", "actr (F:8): unknown key; did you mean actor?"),
         ("ppo_mini_batch_size: 6", "lr: 6", "actor.lr (F:9): unknown key; did you mean actor.optim.lr?"),
         ("ppo_mini_batch_size: 6", "zzz: 6", "actor.zzz (F:9): unknown key; known here: clip_ratio, "),
-        ("kind: exact_match", "kind: exact", 'reward.parts.0.kind: "exact" (F:12): has to be one of exact_match, gsm8k, math_verify, function, http, model, implicit; did you mean exact_match?'),
+        ("kind: exact_match", "kind: exact", 'reward.parts.0.kind: "exact" (F:12): has to be one of exact_match, gsm8k, math_verify, answer_line, function, http, model, implicit; did you mean exact_match?'),
         ("train_batch_size: 12", "train_batch_size: many", 'data.train_batch_size: "many" (F:5): has to be a whole number; for example 128'),
         ("train_batch_size: 12", 'train_batch_size: "12"', "write it without quotes: 12"),
         ("train_batch_size: 12", "train_batch_size: 12.5", "data.train_batch_size: 12.5 (F:5): has to be a whole number"),

@@ -1,10 +1,11 @@
 """Rule rewards by value."""
 
+import dataclasses
 from decimal import Decimal
 
 import pytest
 
-from megappo.rewards.rules import exact_match, final_number, gsm8k, math_verify
+from megappo.rewards.rules import answer_line, exact_match, final_number, gsm8k, math_verify
 from tests.support.samples import make_sample
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 altogether.\n#### 72"
@@ -84,6 +85,32 @@ def test_final_number(text: str, number: str | None) -> None:
 )
 def test_gsm8k(text: str, answer: str, score: float) -> None:
     assert gsm8k(make_sample(text, answer)) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("", 0),
+        ("The answer is 72.", 0),
+        ("###\n72", 0),
+        ("#### ", 0.25),
+        ("72 ####", 0.25),
+        ("Twice 36.\n#### seventy-two", 0.25),
+        ("#### 72 clips", 0.5),
+        ("So #### 72", 0.5),
+        ("#### 72\nShe sold 72.", 0.5),
+        ("#### 72\n#### none, so 8", 0.5),
+        ("####\n72", 0.5),
+        (SOLUTION, 1),
+        ("#### 5\n#### -$1,234.50 \n\n", 1),
+        ("####72", 1),
+    ],
+)
+def test_answer_line(text: str, score: float) -> None:
+    """Whatever the number, and without a ground truth."""
+    assert answer_line(make_sample(text, None)) == score
+    cut = dataclasses.replace(make_sample(text, None), finish_reason="length")
+    assert answer_line(cut) == min(score, 0.75)
 
 
 @pytest.mark.parametrize(
