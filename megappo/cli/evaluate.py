@@ -50,5 +50,5 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         raise ConfigError(
             f"trainer.run_dir: {config.trainer.run_dir} has no checkpoint to evaluate; name a model with --model PATH"
         )
-    request = EvaluateRequest(config=config, model=arguments.model)
+    request = EvaluateRequest(config=config, model=arguments.model, layout_options=tuple(settings))
     return run_on_ranks(request, num_ranks, num_threads=config.trainer.num_threads)
