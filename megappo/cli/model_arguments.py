@@ -35,7 +35,7 @@ def add_layout(parser: argparse.ArgumentParser, *, dp: str, default: str = "1", 
     """--tp, --pp, --ep, --etp and --dp, of which `dp` says what they do; --sequence-parallel where the model is run."""
     group = parser.add_argument_group("layout", "ranks = tp · pp · dp; experts are spread over the tp · dp of a stage")
     for name, meaning in SIZES.items():
-        group.add_argument(f"--{name}", type=positive, metavar="N", help=f"{meaning} (default {default})")
+        group.add_argument(f"--{name}", type=positive, metavar="N", help=f"{meaning} (default: {default})")
     group.add_argument("--dp", type=positive, metavar="N", help=dp)
     if runs_model:
         group.add_argument(

@@ -131,9 +131,7 @@ class ExpertsAdapter(Adapter):
         """Whether expert TP ranks have parts of the parameter."""
         return name.startswith("lora_A." if self._is_row_parallel else "lora_B.")
 
-    def _added(
-        self, tokens: Tensor, tokens_per_expert: Tensor, stacks: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def _added(self, tokens: Tensor, tokens_per_expert: Tensor, stacks: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
         """B · A · x [tokens, rows] of experts whose A and B are in `stacks`; 0 where a projection has no adapter."""
         parts = []
         for name, (rows, is_adapted) in self._rows.items():
