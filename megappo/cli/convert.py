@@ -16,7 +16,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "convert",
         help="Hugging Face folder to checkpoint, or back",
         description="Reads a Hugging Face folder or a checkpoint, and writes the other.",
-        epilog="example: megappo convert --from runs/demo/checkpoints/latest --to models/demo",
+        epilog="example: megappo convert --from models/demo --to models/checkpoint --tp 2",
     )
     parser.add_argument("--from", dest="source", required=True, metavar="PATH", help="what is read")
     parser.add_argument("--to", dest="target", required=True, metavar="PATH", help="folder that is written")

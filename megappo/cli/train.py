@@ -21,7 +21,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "train",
         help="run an experiment: PPO, or with trainer.kind sft, reward_model or dpo",
         description="Runs an experiment: PPO, or what trainer.kind says (sft, reward_model, dpo).",
-        epilog="example: megappo train yaml/demo_cpu.yaml actor.optim.lr=1e-4 trainer.run_dir=runs/slower",
+        epilog="example: megappo train yaml/demo_cpu.yaml trainer.run_dir=runs/mine",
     )
     add_experiment(parser)
     add_nproc(parser)
