@@ -138,6 +138,13 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve() for page, target in links() if page.name == "README.md"
+    }
+    assert set((ROOT / "docs").glob("*.md")) <= linked
+
+
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
