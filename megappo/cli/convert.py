@@ -12,7 +12,12 @@ from megappo.launcher.start import run_on_ranks
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `megappo convert` with its options."""
-    parser = commands.add_parser("convert", help="Hugging Face folder to checkpoint, or back")
+    parser = commands.add_parser(
+        "convert",
+        help="Hugging Face folder to checkpoint, or back",
+        description="Reads a Hugging Face folder or a checkpoint, and writes the other.",
+        epilog="example: megappo convert --from models/demo --to models/checkpoint --tp 2",
+    )
     parser.add_argument("--from", dest="source", required=True, metavar="PATH", help="what is read")
     parser.add_argument("--to", dest="target", required=True, metavar="PATH", help="folder that is written")
     add_dtype(parser)

@@ -15,7 +15,12 @@ from megappo.launcher.start import run_on_ranks
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `megappo evaluate` with its options."""
-    parser = commands.add_parser("evaluate", help="score a model on the experiment's held-out prompts")
+    parser = commands.add_parser(
+        "evaluate",
+        help="score a model on the experiment's held-out prompts",
+        description="Answers the experiment's held-out prompts with a model, and scores the answers.",
+        epilog="example: megappo evaluate yaml/demo_cpu.yaml --model models/demo",
+    )
     add_experiment(parser)
     add_nproc(parser)
     parser.add_argument(
@@ -50,5 +55,5 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         raise ConfigError(
             f"trainer.run_dir: {config.trainer.run_dir} has no checkpoint to evaluate; name a model with --model PATH"
         )
-    request = EvaluateRequest(config=config, model=arguments.model)
+    request = EvaluateRequest(config=config, model=arguments.model, layout_options=tuple(settings))
     return run_on_ranks(request, num_ranks, num_threads=config.trainer.num_threads)

@@ -15,14 +15,14 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
     """FILE and its overrides."""
     parser.add_argument("file", metavar="FILE", help="experiment file, for example yaml/demo_cpu.yaml")
     parser.add_argument("--stage", metavar="NAME", help="of a file with stages, this one alone")
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", help="settings laid over the file")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="settings laid over the file")
 
 
 def add_nproc(parser: argparse.ArgumentParser) -> None:
     """How many local ranks."""
     parser.add_argument(
         "--nproc", type=positive, metavar="N",
-        help="local ranks (default: tp·pp·dp of the layout; without dp one for each GPU, or the fewest on a CPU)",
+        help="local ranks (default: tp·pp·cp·dp of the layout; without dp one for each GPU, or the fewest on a CPU)",
     )  # fmt: skip
 
 

@@ -18,17 +18,24 @@ from megappo.launcher.start import run_on_ranks
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `megappo generate` with its options."""
-    parser = commands.add_parser("generate", help="responses of a model to prompts")
+    parser = commands.add_parser(
+        "generate",
+        help="responses of a model to prompts",
+        description="Prints responses of a model to prompts.",
+        epilog="example: megappo generate --model models/demo --prompt 38+45= --max-tokens 4",
+    )
     parser.add_argument("--model", required=True, metavar="PATH", help="Hugging Face folder or checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
     source.add_argument("--prompts", metavar="FILE", help='text file, a prompt a line, or .jsonl with a key "prompt"')
     parser.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="response length (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most probable tokens (default 0: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from this probability mass (default 1)")
-    parser.add_argument("--n", type=positive, default=1, help="responses for each prompt (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable (default 0: all)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the mass P (default 1)")
+    parser.add_argument("--n", type=positive, default=1, metavar="N", help="responses for each prompt (default 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default 0)")
     parser.add_argument("--no-chat-template", action="store_true", help="give the model the prompt as it stands")
     parser.add_argument("--json", action="store_true", help="print one JSON object a response")
     add_dtype(parser)

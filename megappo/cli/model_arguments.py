@@ -1,7 +1,6 @@
 """What the commands that read a model or checkpoint share: layout options, and checks of the folder and the ranks."""
 
 import argparse
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megappo.config.checks_layout import (
     world_problems,
 )
 from megappo.config.layout import LayoutConfig
+from megappo.config.layout_options import LAYOUT_OPTIONS, with_option_names
 from megappo.config.model_folder import ADAPTERS, ModelFacts, ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, raise_errors
 from megappo.errors import ConfigError
@@ -30,15 +30,12 @@ SIZES = {
 }
 """Parallel sizes of section `layout` that are options too, and what they are."""
 
-SETTINGS = (*SIZES, "dp", "sequence_parallel")
-"""All settings of section `layout` that are options."""
-
 
 def add_layout(parser: argparse.ArgumentParser, *, dp: str, default: str = "1", runs_model: bool = True) -> None:
     """--tp, --pp, --ep, --etp and --dp, of which `dp` says what they do; --sequence-parallel where the model is run."""
     group = parser.add_argument_group("layout", "ranks = tp · pp · dp; experts are spread over the tp · dp of a stage")
     for name, meaning in SIZES.items():
-        group.add_argument(f"--{name}", type=positive, metavar="N", help=f"{meaning} (default {default})")
+        group.add_argument(f"--{name}", type=positive, metavar="N", help=f"{meaning} (default: {default})")
     group.add_argument("--dp", type=positive, metavar="N", help=dp)
     if runs_model:
         group.add_argument(
@@ -54,7 +51,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 def typed_settings(arguments: argparse.Namespace) -> dict[str, int | bool]:
     """The settings of section `layout` that were typed as options."""
-    return {name: value for name in SETTINGS if (value := getattr(arguments, name, None)) is not None}
+    return {name: value for name in LAYOUT_OPTIONS if (value := getattr(arguments, name, None)) is not None}
 
 
 def existing_folder(option: str, folder: str) -> None:
@@ -93,7 +90,7 @@ def checked_layout(folder: str, facts: ModelFacts | None, layout: LayoutConfig) 
     if layout.dp is None and started is None:
         layout = layout.model_copy(update={"dp": layout.fewest_copies})
     problems += world_problems(layout, started)
-    raise_errors(as_options(problems, SETTINGS))
+    raise_errors(as_options(problems, LAYOUT_OPTIONS))
     num_ranks = local_world_size(layout, None, count_gpus()) if started is None else started
     # Shards of shared experts are not run, only moved; Megatron (0.16.1) warns on every rank without it.
     sequence_parallel = layout.sequence_parallel or (layout.tp > 1 and layout.ep > 1)
@@ -107,13 +104,7 @@ def as_options(problems: Iterable[Problem], names: Collection[str]) -> list[Prob
 
 
 def _as_option(problem: Problem, names: Collection[str]) -> Problem:
-    def option(found: re.Match[str]) -> str:
-        name = found.group(1)
-        return f"--{name.replace('_', '-')}" if name in names else found.group()
-
-    path, reason, remedy = (
-        re.sub(r"\blayout\.(\w+)", option, text) for text in (problem.path, problem.reason, problem.remedy)
-    )
+    path, reason, remedy = (with_option_names(text, names) for text in (problem.path, problem.reason, problem.remedy))
     if not path.startswith("--"):
         return replace(problem, reason=reason, remedy=remedy)
     if problem.value in ("true", "false"):  # a flag, which has no value to set

@@ -8,7 +8,12 @@ from megappo.errors import ExitCode
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("show-config", help="print the resolved experiment file")
+    parser = commands.add_parser(
+        "show-config",
+        help="print the resolved experiment file",
+        description="Prints the experiment with every default written out.",
+        epilog="example: megappo show-config yaml/demo_cpu.yaml",
+    )
     add_experiment(parser)
     parser.set_defaults(run=run)
 

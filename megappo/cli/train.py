@@ -17,7 +17,12 @@ from megappo.launcher.start import run_on_ranks
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `megappo train` with its options."""
-    parser = commands.add_parser("train", help="run PPO or supervised training")
+    parser = commands.add_parser(
+        "train",
+        help="run an experiment: PPO, or with trainer.kind sft, reward_model or dpo",
+        description="Runs an experiment: PPO, or what trainer.kind says (sft, reward_model, dpo).",
+        epilog="example: megappo train yaml/demo_cpu.yaml trainer.run_dir=runs/mine",
+    )
     add_experiment(parser)
     add_nproc(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run, if any")

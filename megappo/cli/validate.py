@@ -19,7 +19,12 @@ Load = Callable[..., Sequence[Any]]
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds `megappo validate` with its options."""
-    parser = commands.add_parser("validate", help="check an experiment file and print its batch arithmetic")
+    parser = commands.add_parser(
+        "validate",
+        help="check an experiment file and print its batch arithmetic",
+        description="Checks an experiment without torch, and prints how its batches are cut.",
+        epilog="example: megappo validate yaml/demo_cpu.yaml --nproc 8",
+    )
     add_experiment(parser)
     parser.add_argument("--nproc", type=positive, metavar="N", help="check for a run on N ranks")
     parser.add_argument("--data", action="store_true", help="also read the data and import the reward functions")

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megappo.config.problem import Problem, typed
+from megappo.config.verl_names import VERL_NAMES
 from megappo.config.yaml_file import FLOAT
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -113,6 +114,9 @@ def _unknown(path: str, root: type[BaseModel]) -> Problem:
         return Problem(path, None, reason, f"set {role}.fsdp.enable; {names}")
     if key in CONTEXT_SIZES:
         return Problem(path, None, "context parallelism is part of the layout, for all roles", CONTEXT_SIZES[key])
+    verl_name = ".".join((*parents, key))
+    if verl_name in VERL_NAMES:
+        return Problem(path, None, "is verl's name", VERL_NAMES[verl_name])
     here = {name for name in known_keys(root) if name.split(".")[:-1] == parents}
     siblings = sorted(name.rpartition(".")[2] for name in here)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)

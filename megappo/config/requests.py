@@ -8,6 +8,7 @@ from pydantic import Field
 from megappo.config.base import Section
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.layout import LayoutConfig
+from megappo.config.layout_options import LAYOUT_OPTIONS
 from megappo.config.rollout import EvaluationSampling
 
 Dtype = Literal["float32", "bfloat16"]
@@ -25,6 +26,8 @@ class EvaluateRequest(Section):
     config: ExperimentConfig
     model: str | None = None
     """Hugging Face folder or checkpoint of the policy; the newest checkpoint of the run when null."""
+    layout_options: tuple[str, ...] = ()
+    """Settings of section `layout` that were typed as options, under which messages name them."""
 
 
 class ConvertRequest(Section):
@@ -61,6 +64,17 @@ class GenerateRequest(Section):
 
 
 Request = TrainRequest | EvaluateRequest | ConvertRequest | GenerateRequest
+
+
+def layout_options(request: Request) -> tuple[str, ...]:
+    """The settings of section `layout` that the user of `request` knows as options."""
+    match request:
+        case TrainRequest():
+            return ()
+        case EvaluateRequest():
+            return request.layout_options
+        case ConvertRequest() | GenerateRequest():
+            return LAYOUT_OPTIONS
 
 
 class Command(Enum):

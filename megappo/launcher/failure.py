@@ -9,9 +9,11 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megappo.config.layout_options import with_option_names
 from megappo.errors import ExitCode, UserError
 
 FAILURE_DIR = "MEGAPPO_FAILURE_DIR"
@@ -30,14 +32,15 @@ class Failure:
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> "Failure":
-        """What rank `rank` tells of `error`: a traceback only where it is not a mistake of the user's."""
+    def of(cls, error: BaseException, rank: int, layout_options: Collection[str] = ()) -> "Failure":
+        """What rank `rank` tells of `error`: a traceback only where it is not a mistake of the user's. Settings of
+        section `layout` that were typed as options go by their names."""
         is_users = isinstance(error, UserError)
         return cls(
             rank=rank,
             time=time.time(),
             kind=type(error).__name__,
-            message=str(error),
+            message=with_option_names(str(error), layout_options) if is_users else str(error),
             exit_code=ExitCode.BAD_INPUT if is_users else ExitCode.FAILED,
             traceback="" if is_users else "".join(traceback.format_exception(error)),
         )

@@ -14,7 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
+from megappo.config.requests import (
+    Command,
+    ConvertRequest,
+    EvaluateRequest,
+    GenerateRequest,
+    Request,
+    TrainRequest,
+    layout_options,
+)
 from megappo.errors import ExitCode
 from megappo.launcher.environment import LAUNCHER_PID, failure_folder, own_rank
 from megappo.launcher.failure import FAILURE_DIR, Failure, claim_failure
@@ -48,7 +56,7 @@ def run_rank(request: Request) -> ExitCode:
     # The last frame of the rank: the failure is claimed, not swallowed. BaseException, for torch's CheckpointException
     # is no Exception.
     except BaseException as error:  # noqa: BLE001
-        failure = Failure.of(error, own_rank())
+        failure = Failure.of(error, own_rank(), layout_options(request))
         if report_failure(failure):
             record_end(request, ExitCode(failure.exit_code))
         _close_in_time(at_end)

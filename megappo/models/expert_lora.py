@@ -2,7 +2,7 @@
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ class ExpertsAdapter(Adapter):
             return nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in empty.items()})
 
         self.lora_A, self.lora_B = parameters(lora.rank, columns), parameters(rows, lora.rank)
+        self._apart: dict[str, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._mark()
         self.eval()
 
@@ -62,7 +63,19 @@ class ExpertsAdapter(Adapter):
         """The layer's `product` [tokens, rows] of `tokens` [tokens, in], sorted by local expert, with ΔW's part."""
         if not self.enabled:
             return product
-        return product + self._scaling * self._added(tokens, tokens_per_expert, slice(None))
+        stacks = {name: (self.lora_A[name], self.lora_B[name]) for name in self.lora_A}
+        return product + self._scaling * self._added(tokens, tokens_per_expert, stacks)
+
+    def take_apart(self, experts: nn.Module, _: tuple[Any, ...]) -> None:
+        """The hook before the experts of a layer, where each is a module: A and B of each, cut once for all of them.
+
+        A slice for each expert would fill a gradient of all experts' size for each.
+        """
+        self._apart = {name: (self.lora_A[name].split(1), self.lora_B[name].split(1)) for name in self.lora_A}
+
+    def put_away(self, experts: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """The hook behind the experts of a layer."""
+        self._apart = {}
 
     def change_output(self, place: int, linear: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
         """The hook of local expert `place`'s linear layer: its (output [tokens, rows], bias) with ΔW's part."""
@@ -70,7 +83,8 @@ class ExpertsAdapter(Adapter):
             return None
         plain, bias = output
         count = torch.tensor([len(inputs[0])])
-        return plain + self._scaling * self._added(inputs[0], count, slice(place, place + 1)), bias
+        own = {name: (a[place], b[place]) for name, (a, b) in self._apart.items()}
+        return plain + self._scaling * self._added(inputs[0], count, own), bias
 
     def merged(self, weight: Tensor, expert: int) -> Tensor:
         """This rank's shard of the `weight` [rows, in] of an expert of the layer with ΔW in it, a new tensor."""
@@ -117,14 +131,14 @@ class ExpertsAdapter(Adapter):
         """Whether expert TP ranks have parts of the parameter."""
         return name.startswith("lora_A." if self._is_row_parallel else "lora_B.")
 
-    def _added(self, tokens: Tensor, tokens_per_expert: Tensor, experts: slice) -> Tensor:
-        """B · A · x [tokens, rows] of the local `experts`; 0 where a projection has no adapter."""
+    def _added(self, tokens: Tensor, tokens_per_expert: Tensor, stacks: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
+        """B · A · x [tokens, rows] of experts whose A and B are in `stacks`; 0 where a projection has no adapter."""
         parts = []
         for name, (rows, is_adapted) in self._rows.items():
             if not is_adapted:
                 parts.append(tokens.new_zeros(len(tokens), rows))
                 continue
-            a, b = self.lora_A[name][experts], self.lora_B[name][experts]
+            a, b = stacks[name]
             if self._is_row_parallel:
                 b = copy_to_tensor_model_parallel_region(b, group=self._mesh.etp_group)
             else:
@@ -146,6 +160,8 @@ def attach_to_experts(mlp: nn.Module, target: AdapterTarget, lora: LoraConfig, m
     else:
         linears = [getattr(expert, _LINEARS[name]) for expert in experts.local_experts]
         adapter = ExpertsAdapter(target, lora, mesh, [linear.weight for linear in linears], first)
+        experts.register_forward_pre_hook(adapter.take_apart)
+        experts.register_forward_hook(adapter.put_away)
         for place, linear in enumerate(linears):
             linear.register_forward_hook(partial(adapter.change_output, place))
     mlp.add_module(target.adapter.rpartition(".")[2], adapter)

@@ -175,7 +175,7 @@ def data_parallel_size(layout: LayoutConfig, world_size: int) -> int:
         raise ConfigError(
             f"layout.ep: {layout.ep} × etp {layout.expert_tp} = {experts} ranks a copy of the experts do not divide "
             f"the tp {layout.tp} × {context}dp {dp} ranks of a pipeline stage; possible with this etp: "
-            f"{', '.join(map(str, valid)) or 'none, set layout.etp to null'}"
+            f"{', '.join(map(str, valid)) or 'none, leave layout.etp out'}"
         )
     return dp
 

@@ -2,7 +2,7 @@
 
 dist_checkpointing keeps the results of its writers in a queue of a `multiprocessing` manager, which every rank starts
 with its first save: seconds for each rank, which imports torch once more, for a save that waits for its writers in this
-process anyway (megatron-core 0.16-0.19). Not here: what is saved (`trainer/checkpoint.py`).
+process anyway (megatron-core 0.16-0.19). Not here: what is saved (`trainer/saved_role.py`).
 """
 
 import queue

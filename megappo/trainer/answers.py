@@ -10,8 +10,6 @@ from megappo.config.grid import TrainingGrid, generation_problem
 from megappo.config.hybrid import HybridConfig
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.native.check import generation_size_fits
-from megappo.engines.native_layout import NativeLayoutEngine
-from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.requests import check_requests
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, RolloutEngine, SamplingParams
 from megappo.models.architecture import ModelSpec
@@ -19,6 +17,7 @@ from megappo.models.chunks import StageModel
 from megappo.models.families.base import ModelShape
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
+from megappo.trainer.native_engine import native_engine
 
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -49,24 +48,12 @@ def with_whole_replicas(config: ExperimentConfig, shape: ModelShape, training: T
 
 def answering_engine(model: StageModel, spec: ModelSpec, mesh: Mesh, tokenizer: Tokenizer) -> RolloutEngine:
     """The native engine around a policy that is not trained. A collective call."""
-    size = replica_size(spec.shape, mesh.training_grid)
-    if size is None:
-        return NativeRolloutEngine(
-            model,
-            spec.shape,
-            mesh,
-            decode=tokenizer.decode,
-            eos_ids=tokenizer.eos_ids,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        )
-    return NativeLayoutEngine(
+    return native_engine(
         model,
         spec,
         mesh,
-        tp=size,
-        decode=tokenizer.decode,
-        eos_ids=tokenizer.eos_ids,
+        tokenizer,
+        tp=replica_size(spec.shape, mesh.training_grid),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         bucket_bytes=HybridConfig().bucket_bytes,

@@ -32,19 +32,26 @@ from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan, plan_batches
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.balance import Balance, NoBalance
-from megappo.trainer.baseline import GreedyBaseline, NoBaseline
-from megappo.trainer.build_experience import pair_samples, prompt_feed, replay, reward_worker, with_dynamic_sampling
-from megappo.trainer.checkpoint import SavedFile, SavedRole
+from megappo.trainer.build_experience import (
+    greedy_baseline,
+    pair_samples,
+    prompt_feed,
+    replay,
+    reward_worker,
+    weight_switch,
+    with_dynamic_sampling,
+)
+from megappo.trainer.checkpoint import SavedFile
 from megappo.trainer.collect import Collector
 from megappo.trainer.evaluate import Evaluator, evaluation_sampling
-from megappo.trainer.generation import check_limit, rollout_worker, training_sampling
+from megappo.trainer.generation import rollout_worker, training_sampling
 from megappo.trainer.loop import Evaluates, Loop, LoopParts
 from megappo.trainer.pair_replay import PairReplay, with_log_probs
 from megappo.trainer.ppo import PPOTrainer
 from megappo.trainer.prompt_sets import load_evaluation_sets
 from megappo.trainer.replay import NoReplay, Replay
 from megappo.trainer.roles import RoleBuilder, TrainedRole
-from megappo.trainer.weight_switch import WeightSwitch
+from megappo.trainer.saved_role import SavedRole
 from megappo.workers.actor import ActorWorker, KLTerm, estimated_kl, exact_kl
 from megappo.workers.critic import CriticWorker, NoCritic
 from megappo.workers.cutting import Cutter
@@ -65,12 +72,12 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     total_steps, evaluation_sets = number_of_steps(config, feed), load_evaluation_sets(config, tokenizer)
     reward = reward_worker(config, mesh)
     learned = reward.in_training()
-
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     refuse_foreign_tokens((prompt.token_ids for prompt in prompts), config, spec)
     offline = pair_samples(config, tokenizer)
     refuse_foreign_tokens(((*one.prompt.token_ids, *one.response_ids) for one in offline), config, spec)
+
     actor = roles.actor(plan.actor.optimizer_steps_of(total_steps))
     critic = roles.critic(plan.critic.optimizer_steps_of(total_steps)) if config.needs_critic else None
     rollout = rollout_worker(
@@ -78,21 +85,15 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     )
     reference = reference_worker(config, mesh, spec, roles, actor)
     policy = actor_worker(config, mesh, spec, actor, reference)
-    controller = kl_controller(config)
-    switch = WeightSwitch(
-        rollout, policy, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
-    )
-    baseline = greedy_baseline(config, rollout, learned, mesh)
-    collector = Collector(feed, plan, mesh, switch, rollout, learned, baseline)
     values = critic_worker(config, mesh, critic, scale_length(config))
+
+    switch = weight_switch(config, mesh, rollout, policy, prompts)
+    collector = Collector(feed, plan, mesh, switch, rollout, learned, greedy_baseline(config, rollout, learned, mesh))
+    controller = kl_controller(config)
     advantages = AdvantagePhase(config.algorithm, controller, mesh, plan.prompts, plan.n)
     shaping = RewardShaping(config.reward, sum_over(mesh.dp_group, mesh.device), config.data.max_response_length)
-    replayed: Replay | PairReplay | NoReplay = replay(config, mesh, values, advantages)
-    if offline:
-        replayed = PairReplay(
-            with_log_probs(offline, policy, mesh), config.replay, mesh, learned, shaping, reference, values, advantages,
-            num_sequences=plan.sequences, seed=config.trainer.seed,
-        )  # fmt: skip
+    pairs = with_log_probs(offline, policy, mesh) if offline else []
+    replayed = replay(config, mesh, pairs, learned, shaping, reference, values, advantages)
     parts = LoopParts(
         total_steps=total_steps, spec=spec, tokenizer=tokenizer, roles=saved_roles(actor=actor, critic=critic),
         order=feed, controller=controller, evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
@@ -247,15 +248,6 @@ def kl_term(config: ExperimentConfig, reference: ReferenceWorker | NoReference) 
         return estimated_kl(config.actor.kl_loss_type)
     assert isinstance(reference, ReferenceWorker), "a KL in the loss needs a reference"
     return exact_kl(reference)
-
-
-def greedy_baseline(
-    config: ExperimentConfig, rollout: RolloutWorker, reward: RewardWorker | SetRewards, mesh: Mesh
-) -> GreedyBaseline | NoBaseline:
-    """What the responses of a prompt are compared with, for the estimator that does so."""
-    if config.algorithm.adv_estimator != "remax":
-        return NoBaseline()
-    return GreedyBaseline(rollout, reward, mesh, config.rollout.n)
 
 
 def refuse_foreign_tokens(sequences: Iterable[Sequence[int]], config: ExperimentConfig, spec: ModelSpec) -> None:

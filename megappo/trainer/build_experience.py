@@ -1,4 +1,4 @@
-"""The wiring of what a PPO step learns from: prompts and their order, rewards, dynamic sampling, replay."""
+"""The wiring of what a PPO step learns from: prompts and their order, the turn to generate, rewards, replay."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from megappo.experience.replay import ReplayBuffer
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.advantages import AdvantagePhase
+from megappo.trainer.baseline import GreedyBaseline, NoBaseline
 from megappo.trainer.collect import Collector, GroupFilter
-from megappo.trainer.pair_replay import offline_samples
+from megappo.trainer.generation import check_limit
+from megappo.trainer.pair_replay import PairReplay, offline_samples
 from megappo.trainer.prompt_sets import set_rewards, training_prompts
 from megappo.trainer.replay import NoReplay, Replay
 from megappo.trainer.reward_models import build_reward_worker
+from megappo.trainer.weight_switch import WeightSwitch
+from megappo.workers.actor import ActorWorker
 from megappo.workers.critic import CriticWorker, NoCritic
+from megappo.workers.reference import NoReference, ReferenceWorker
 from megappo.workers.reward import RewardWorker
 from megappo.workers.reward_sets import SetRewards
+from megappo.workers.rollout import RolloutWorker
+from megappo.workers.shaping import RewardShaping
 
 
 class PromptChain(Sequence[Prompt]):
@@ -79,11 +86,42 @@ def pair_samples(config: ExperimentConfig, tokenizer: Tokenizer) -> list[Rollout
     return offline_samples(load_preferences(config.data, tokenizer, files), tokenizer.eos_ids) if files else []
 
 
+def weight_switch(
+    config: ExperimentConfig, mesh: Mesh, rollout: RolloutWorker, policy: ActorWorker, prompts: Sequence[Prompt]
+) -> WeightSwitch:
+    """The turn between training and generation, which probes with some of the `prompts`."""
+    return WeightSwitch(
+        rollout, policy, prompts, mesh, check_every=config.hybrid.check_every, limit=check_limit(config)
+    )
+
+
+def greedy_baseline(
+    config: ExperimentConfig, rollout: RolloutWorker, reward: RewardWorker | SetRewards, mesh: Mesh
+) -> GreedyBaseline | NoBaseline:
+    """What the responses of a prompt are compared with, for the estimator that does so."""
+    if config.algorithm.adv_estimator != "remax":
+        return NoBaseline()
+    return GreedyBaseline(rollout, reward, mesh, config.rollout.n)
+
+
 def replay(
-    config: ExperimentConfig, mesh: Mesh, critic: CriticWorker | NoCritic, advantages: AdvantagePhase
-) -> Replay | NoReplay:
-    """The replay buffer of this rank, in memory or on disk; its stand-in where `replay.size` is 0."""
+    config: ExperimentConfig,
+    mesh: Mesh,
+    pairs: Sequence[RolloutSample],
+    reward: RewardWorker | SetRewards,
+    shaping: RewardShaping,
+    reference: ReferenceWorker | NoReference,
+    critic: CriticWorker | NoCritic,
+    advantages: AdvantagePhase,
+) -> Replay | PairReplay | NoReplay:
+    """What is trained on beside a step's own sequences: responses of `pairs`, or the buffer of this rank, in memory or
+    on disk; nothing where there are no pairs and `replay.size` is 0."""
     settings = config.replay
+    if pairs:
+        return PairReplay(
+            pairs, settings, mesh, reward, shaping, reference, critic, advantages,
+            num_sequences=config.data.train_batch_size * config.rollout.n, seed=config.trainer.seed,
+        )  # fmt: skip
     if not settings.size:
         return NoReplay()
     path = None

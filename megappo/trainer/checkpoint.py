@@ -1,7 +1,7 @@
-"""Checkpoints: Megatron's sharded tensors of every trained role, and the loop's own state.
+"""Checkpoints: folders that hold every trained role, the loop's own state, random states, and checksums of it all.
 
-A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Any layout
-can load what another one saved. Not here: Hugging Face folders (models/import_hf.py, models/export_hf.py).
+A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Not here:
+Megatron's tensors of a role (saved_role.py), Hugging Face folders (models/import_hf.py, models/export_hf.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,9 +19,6 @@ from typing import Any, Protocol
 import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from megappo.config.checkpoint_folder import (
     BEST,
@@ -37,27 +33,13 @@ from megappo.config.checkpoint_folder import (
     read_state,
     signature,
 )
-from megappo.config.lora import LoraConfig
 from megappo.config.model_folder import read_model_facts
-from megappo.engines.optimizer import Optimizer
 from megappo.errors import DataError
-from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
-from megappo.models.chunks import StageModel
-from megappo.models.experts import EXTRA_STATE
 from megappo.models.hf_folder import copy_companions
-from megappo.models.sharded import shards_of
-from megappo.parallel import write_queue
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class SavedRole:
-    """A role's part of a checkpoint: the model's bare stage, and its optimizer where it is trained."""
-
-    model: StageModel
-    optimizer: Optimizer | None
+from megappo.trainer.saved_role import SavedRole, adapters_of, check_same_adapters, load_role, save_role
 
 
 @dataclass(frozen=True)
@@ -142,26 +124,6 @@ class CheckpointStore:
                     shutil.rmtree(old)
 
 
-def adapters_of(roles: Mapping[str, SavedRole]) -> dict[str, Any]:
-    """The settings of the adapters of each role that has some, as JSON."""
-    found = {name: attached_lora(role.model) for name, role in roles.items()}
-    return {name: lora.model_dump(mode="json") for name, lora in found.items() if lora is not None}
-
-
-def check_same_adapters(path: Path, saved: Mapping[str, Any], roles: Mapping[str, SavedRole]) -> None:
-    """DataError where a role has other adapters in the checkpoint `path` than in this run, or only in one of them."""
-    for name, role in roles.items():
-        ours = attached_lora(role.model)
-        now = ours.shape if ours is not None else None
-        then = LoraConfig.model_validate(saved[name]).shape if name in saved else None
-        if now != then:
-            place = "critic.lora" if name == "critic" else "model.lora"
-            raise DataError(
-                f"{path}: its {name} was trained with {place} {then or 'rank 0'}, this run has {now or 'rank 0'}; "
-                "resume with the settings of the checkpoint, or start a new run"
-            )
-
-
 def check_files(path: Path, mesh: Mesh) -> None:
     """DataError, on every rank, where a file of the checkpoint is missing or damaged. A collective call."""
     expected = read_part(path, MANIFEST)
@@ -192,9 +154,8 @@ def write_checkpoint(
             copy_companions(folder, partial / MODEL_FILES)
         shutil.copyfile(spec.folder / "config.json", partial / MODEL_FILES / "config.json")
     dist.barrier()
-    write_queue.install()
     for name, role in roles.items():
-        dist_checkpointing.save(_role_state(role, loading=False), str(partial / name))
+        save_role(partial / name, role)
     torch.save(_rng_state(), partial / "rng" / f"rank-{mesh.rank:05d}.pt")
     if mesh.is_writer:
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
@@ -224,62 +185,6 @@ def point_to(link: Path, target: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target.name)
     os.replace(fresh, link)
-
-
-def load_role(folder: Path, role: SavedRole) -> None:
-    """Loads one role's weights, and its optimizer's state where it has an optimizer."""
-    state = _role_state(role, loading=True)
-    # Which layers have an extra state depends on their kind: none is read.
-    state["model"] = {name: entry for name, entry in state["model"].items() if not name.endswith(EXTRA_STATE)}
-    check_same_optimizer(folder, state)
-    with warnings.catch_warnings():  # of megatron (0.16.1) to itself, on every rank
-        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
-        loaded = dist_checkpointing.load(state, str(folder))
-    shards = shards_of(role.model)
-    if shards is not None:
-        shards.load(loaded["model"])
-    else:
-        _load_weights(role.model, loaded["model"])
-    if role.optimizer is not None:
-        role.optimizer.load_state(loaded)
-
-
-def _load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """All parameters and buffers; RuntimeError where there are too few or too many."""
-    result = model.load_state_dict(weights, strict=False)
-    missing = [name for name in result.missing_keys if not name.endswith(EXTRA_STATE)]
-    if missing or result.unexpected_keys:
-        raise RuntimeError(f"weights that a checkpoint has not: {missing}; that the model has not: {result[1]}")
-
-
-def check_same_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
-    """DataError where the checkpoint holds another kind of optimizer than the one whose sharded `state` this is."""
-    own = [each.key for each in nested_values(state.get("optimizer", {})) if isinstance(each, ShardedTensor)]
-    missing = sorted(set(own) - set(dist_checkpointing.load_tensors_metadata(str(folder))))
-    if missing:
-        raise DataError(
-            f"{folder}: its optimizer is of another kind, and has no {missing[0]}; resume with optim."
-            "use_distributed_optimizer and fsdp.enable of the run that saved it (float32 goes on from fsdp.enable true "
-            "with use_distributed_optimizer false, and the other way)"
-        )
-
-
-def _role_state(role: SavedRole, *, loading: bool) -> dict[str, Any]:
-    metadata = {
-        # Every optimizer tensor in the model's own shape, so that another layout can load it.
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    shards = shards_of(role.model)
-    of_model = role.model.sharded_state_dict if shards is None else shards.sharded_state
-    state: dict[str, Any] = {"model": of_model(metadata=metadata)}
-    if role.optimizer is not None:
-        model_state = {"model": of_model(metadata=metadata)}
-        state |= role.optimizer.sharded_state(model_state, loading=loading, metadata=metadata)
-    return state
 
 
 def _files(folder: Path) -> list[str]:

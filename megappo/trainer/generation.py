@@ -11,7 +11,6 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.hybrid import CHECK_LIMITS
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
-from megappo.engines.native_rollout import NativeRolloutEngine
 from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import RolloutEngine, SamplingParams
 from megappo.environments.environment import Environment
@@ -21,6 +20,7 @@ from megappo.models.chunks import unwrapped
 from megappo.models.routing import moe_layers
 from megappo.models.sharded import whole_parameters
 from megappo.parallel.mesh import Mesh
+from megappo.trainer.native_engine import native_engine
 from megappo.trainer.roles import DTYPES
 from megappo.workers.rollout import OnSample, RolloutWorker
 from megappo.workers.turns import ReplicaRanks, TurnTaking
@@ -83,26 +83,12 @@ def rollout_engine(
     """vLLM; or the native engine, on the training shards where they are the generation layout too."""
     if config.rollout.engine == "vllm":
         return _vllm_engine(config, mesh, spec, tokenizer, model)
-    if not config.generates_in_own_layout:
-        return NativeRolloutEngine(
-            model,
-            spec.shape,
-            mesh,
-            decode=tokenizer.decode,
-            eos_ids=tokenizer.eos_ids,
-            max_num_seqs=config.rollout.max_num_seqs,
-            max_num_batched_tokens=config.rollout.max_num_batched_tokens,
-            records_experts=records_experts(config),
-        )
-    from megappo.engines.native_layout import NativeLayoutEngine
-
-    return NativeLayoutEngine(
+    return native_engine(
         model,
         spec,
         mesh,
-        tp=config.generation_tp,
-        decode=tokenizer.decode,
-        eos_ids=tokenizer.eos_ids,
+        tokenizer,
+        tp=config.generation_tp if config.generates_in_own_layout else None,
         max_num_seqs=config.rollout.max_num_seqs,
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         bucket_bytes=config.hybrid.bucket_bytes,

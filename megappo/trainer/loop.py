@@ -33,9 +33,10 @@ from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.best import BestEvaluation
-from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedFile, SavedRole, point_to
+from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedFile, point_to
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
+from megappo.trainer.saved_role import SavedRole
 from megappo.trainer.stop import StopSignal
 from megappo.workers.reward import ScoredSamples
 

@@ -17,8 +17,9 @@ from megappo.models.import_hf import import_hf
 from megappo.models.spec import ContextExchange, Experts, Layers
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint import SavedRole, check_files, load_role
+from megappo.trainer.checkpoint import check_files
 from megappo.trainer.roles import DTYPES
+from megappo.trainer.saved_role import SavedRole, load_role
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from megappo.observe.console import Console
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.answers import answering_engine, answers, with_whole_replicas
 from megappo.trainer.build import build_evaluator
-from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
+from megappo.trainer.checkpoint import LoopState, write_checkpoint
 from megappo.trainer.kinds import build_trainer
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
+from megappo.trainer.saved_role import SavedRole
 from megappo.workers.rollout import noise_key
 
 SHORT_COMMAND_TIMEOUT = timedelta(minutes=30)

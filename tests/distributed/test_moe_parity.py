@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.support.expert_runs import expert_models
 from tests.support.parity import OVERLAP, Runs, parity_runs, read_folder
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 GRADIENT_LIMIT = 1e-5
 LOSS_LIMIT = 1e-5
@@ -44,10 +44,7 @@ LAYOUTS = ["sequential", *TWO_RANKS, *FOUR_RANKS]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("parity")
-    # A shared expert with its gate, biases, and weights of a token's experts that do not sum to 1.
-    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", tied=True))
-    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
-    return parity_runs(folder, actor, critic, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
+    return parity_runs(folder, **expert_models(folder), layouts={1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

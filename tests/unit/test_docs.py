@@ -19,6 +19,7 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import load_experiment
 from megappo.config.messages import unknown_path
 from megappo.config.stages import has_stages, read_stages
+from megappo.config.verl_names import VERL_NAMES
 from megappo.config.yaml_file import read_yaml
 from megappo.rewards.function import as_reward
 from tests.support.experiments import write_experiment
@@ -137,6 +138,13 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(linked), f"{page.name}: {target}"
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve() for page, target in links() if page.name == "README.md"
+    }
+    assert set((ROOT / "docs").glob("*.md")) <= linked
+
+
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -175,6 +183,18 @@ def test_reward_functions_of_the_pages_score() -> None:
     steps = examples(ROOT / "docs" / "rewards.md")["steps"]
     reward = as_reward(steps(make_sample("3 + 2\n= 5")), "my_rewards:steps")
     assert (reward.score, reward.details) == (0.2, {"lines": 2})
+
+
+def test_every_name_of_verls_is_on_its_page() -> None:
+    """Its last part, which stands in the table of the section; what is to be written instead exists."""
+    page = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
+    assert not [name for name in VERL_NAMES if f"`{name.rpartition('.')[2]}" not in page]
+    sections = "|".join(ExperimentConfig.model_fields)
+    told = {path for remedy in VERL_NAMES.values() for path in re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z]", remedy)}
+    assert len(told) > 20 and not [path for path in told if unknown_path(path, ExperimentConfig)]
+    assert not [name for name in VERL_NAMES if unknown_path(name, ExperimentConfig) is None]
+    score = examples(ROOT / "docs" / "from-verl.md")["score"]
+    assert [score(make_sample(text, answer="5")) for text in (" 5", "6")] == [1.0, 0.0]
 
 
 def test_the_environment_of_the_page_answers() -> None:

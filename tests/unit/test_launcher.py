@@ -12,9 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megappo.config.requests import ConvertRequest
+from megappo.config.layout import LayoutConfig
+from megappo.config.requests import ConvertRequest, EvaluateRequest, GenerateRequest, TrainRequest, layout_options
 from megappo.errors import ConfigError, ExitCode
+from megappo.launcher.failure import Failure
 from megappo.launcher.local import RankProgram, run_local
+from tests.support.experiments import small_experiment
 
 # Each program may use `rank`, and ends as it likes.
 PRELUDE = """
@@ -115,6 +118,22 @@ def test_mistake_of_the_user_is_one_line_and_exit_2(capfd: pytest.CaptureFixture
     code, _ = run(CLAIM + 'fail(DataError("train.jsonl:3: is not JSON; remove the line"))')
     assert code is ExitCode.BAD_INPUT
     assert capfd.readouterr().err == "error: train.jsonl:3: is not JSON; remove the line\n"
+
+
+def test_layout_is_named_as_it_was_typed(tmp_path: Path) -> None:
+    """A mistake that a rank finds: options of `convert` and `generate`, of `evaluate` where they were typed."""
+    layout = LayoutConfig(tp=3)
+    config = small_experiment(tmp_path)
+    error = ConfigError("layout.tp: 3 does not divide the rows; set layout.tp=2, or layout.vpp")
+    as_options = "--tp 3 does not divide the rows; set --tp=2, or layout.vpp"
+    for request, expected in (
+        (ConvertRequest(source="a", target="b", layout=layout), as_options),
+        (GenerateRequest(model="a", prompts=("b",), layout=layout), as_options),
+        (EvaluateRequest(config=config, layout_options=("tp",)), as_options),
+        (EvaluateRequest(config=config, layout_options=("pp",)), str(error)),
+        (TrainRequest(config=config), str(error)),
+    ):
+        assert Failure.of(error, 0, layout_options(request)).text == f"error: {expected}"
 
 
 def test_failure_that_is_no_exception_is_told_too(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

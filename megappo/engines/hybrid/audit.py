@@ -46,7 +46,7 @@ class Auditor:
         generation has may lack one), or a training row is taken twice."""
         placed = _areas(transfers, lambda each: (each.target, each.layer), _placed)
         for target in self._planner.targets.of(rank):
-            padding = target.length - sum(span.run.length for span in self._planner.spans(target))
+            padding = target.length - sum(span.run.length for span in self._planner.parts.spans(target))
             whole = len(target.experts or (0,)) * (
                 target.length - (padding if target.weight_class == "vocabulary" else 0)
             )

@@ -27,8 +27,9 @@ from megappo.models.export_hf import export_hf
 from megappo.models.import_hf import import_hf
 from megappo.models.spec import Layers
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
-from megappo.trainer.checkpoint import LoopState, SavedRole, write_checkpoint
+from megappo.trainer.checkpoint import LoopState, write_checkpoint
 from megappo.trainer.policy_source import PolicySource
+from megappo.trainer.saved_role import SavedRole
 from tests.distributed.programs.log_probs import forward, packed_and_alone
 from tests.support.model_cases import tokens
 
