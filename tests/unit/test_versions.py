@@ -1,6 +1,10 @@
-"""What pip takes of megatron-core on which machine, and what is said where Triton is missing beside it."""
+"""What pip takes of megatron-core on which machine, what is said where Triton is missing beside it, and which one tests
+run with."""
 
 import ast
+import subprocess
+import sys
+from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
@@ -9,7 +13,8 @@ from packaging.version import Version
 from megappo.errors import UserError
 from megappo.parallel import triton_needed
 from megappo.parallel.triton_needed import missing_triton, refuse_missing_triton
-from tests.support.ranks import ROOT
+from tests.conftest import by_file
+from tests.support.ranks import ROOT, rank_environment
 
 
 def required(python: str, platform: str) -> dict[str, Requirement]:
@@ -64,3 +69,37 @@ def test_a_source_tree_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(triton_needed.metadata, "version", unknown)
     refuse_missing_triton()
+
+
+def test_ranks_import_the_megatron_that_is_named() -> None:
+    """`make test-megatron` lays another version before the installed one: its version is told, its code is run."""
+    ask = "import importlib.util; print(importlib.util.find_spec('megatron.core').origin)"
+    ranks = subprocess.run(
+        [sys.executable, "-c", ask], env=rank_environment(), capture_output=True, text=True, check=True
+    )
+    named = metadata.distribution("megatron-core").locate_file("megatron/core/__init__.py")
+    assert ranks.stdout.strip() == str(named)
+
+
+def test_a_run_of_many_files_ends_with_a_line_for_each() -> None:
+    def report(nodeid: str, seconds: float) -> pytest.TestReport:
+        return pytest.TestReport(nodeid, ("", 0, ""), {}, "passed", None, "call", duration=seconds)
+
+    stats = {
+        "failed": [report("a.py::one", 1.0)],
+        "": [report("a.py::one", 0.25), report("b.py::one", 0.5)],
+        "passed": [report("b.py::one", 2.0), report("b.py::two", 4.0), report("a.py::two", 8.0)],
+        "warnings": [object()],
+    }
+    assert by_file(stats) == ["    6.5 s  b.py: 2 passed", "    9.2 s  a.py: 1 failed, 1 passed"]
+
+
+def test_test_megatron_runs_every_file_once_and_those_that_differ_first() -> None:
+    printed = subprocess.run(
+        ["make", "--no-print-directory", "-s", "-f", "Makefile", "-f", "-", "print"],
+        cwd=ROOT, input="print: ; @echo $(MEGATRON_TESTS)\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = printed.stdout.split()
+    there = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "distributed").glob("test_*.py"))
+    assert sorted(files) == [*there, "tests/unit"]
+    assert files[:2] == ["tests/distributed/test_models.py", "tests/distributed/test_moe_parity.py"]
