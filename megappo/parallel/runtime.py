@@ -1,7 +1,8 @@
 """Makes Megatron runnable on this machine when imported, before anything imports megatron.
 
 Without a GPU it installs `cpu_runtime.py`, without Transformer Engine `without_te.py`; on a GPU with Transformer Engine
-it changes nothing. The replacements themselves are in those two files.
+it changes nothing. The replacements themselves are in those two files. A megatron-core that can't be imported for lack
+of Triton is a UserError here.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ import warnings
 import torch
 
 from megappo.parallel import cpu_runtime, without_te
+from megappo.parallel.triton_needed import refuse_missing_triton
 
 
 def has_transformer_engine() -> bool:
@@ -48,6 +50,7 @@ for _message in (
 ):
     warnings.filterwarnings("ignore", message=_message)
 
+refuse_missing_triton()
 if on_cpu:
     cpu_runtime.install()
 if not has_transformer_engine():
