@@ -4,19 +4,20 @@
     python tools/bench_memory.py --shape qwen2.5-7b --cases lora-no-critic lora-no-critic-offload
 
 Random weights of a published shape, prompts of random tokens, one rank. Every case is a run of its own, and shows the
-`memory/<phase>/peak` of its last step; where one does not fit, or fails, the table says so, and the others go on.
+`memory/<phase>/peak` of its last step; where one does not fit, fails, or takes longer than `--limit`, the table says
+so, and the others go on.
 Without a GPU there is no peak by phase: then the table has the resident memory of the whole run.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import random_run  # beside this file
+import limited  # beside this file
+import random_run
 
 from megappo.models.families.published import PUBLISHED
 
@@ -48,6 +49,8 @@ CASES: dict[str, list[str]] = {
 """Name → settings; {mlp} is `moe` for a shape with experts. Norms stay: Transformer Engine's don't stand alone."""
 NOT_ENOUGH = "OutOfMemoryError"
 FAILED = "failed"
+CUT_OFF = "cut off"
+TOLD_CHARACTERS = 6000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,18 +59,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES)[:6])
     parser.add_argument("--steps", type=int, default=2)
     random_run.add_arguments(parser)
-    parser.add_argument("--out", type=Path, help="keep each case's metrics here")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="end a case that takes longer, its start too")
+    parser.add_argument("--out", type=Path, help="keep each case's metrics and log here")
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every case")
     options = parser.parse_args(arguments)
     print(f"{options.shape}, {options.prompts * 2} sequences of {sum(options.lengths)} tokens, GiB")
     print("| case | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|", flush=True)
+    limited.end_on_sigterm()
     failures = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
         file = random_run.write_experiment(folder, options)
         for case in options.cases:
-            figures = measure(file, folder / case, [*settings(case, options.shape), *options.overrides])
-            failures += figures == FAILED
+            words = [*settings(case, options.shape), *options.overrides]
+            figures = measure(file, folder / case, words, options.limit)
+            failures += figures in (FAILED, CUT_OFF)
             print(row(case, figures), flush=True)
     return min(failures, 1)
 
@@ -78,15 +84,21 @@ def settings(case: str, shape: str) -> list[str]:
     return [text.replace("{mlp}", mlp) for text in CASES[case]]
 
 
-def measure(file: Path, run_dir: Path, overrides: Sequence[str]) -> dict[str, float] | str:
-    """The metrics of the last step, or why there are none."""
+def measure(
+    file: Path, run_dir: Path, overrides: Sequence[str], seconds: float | None = None
+) -> dict[str, float] | str:
+    """The metrics of the last step, or why there are none. Nothing is left running."""
     command = random_run.command(file, 1, [*overrides, f"trainer.run_dir={run_dir}"])
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        if NOT_ENOUGH in result.stderr:
+    log_file = run_dir.with_suffix(".log")
+    with log_file.open("wb") as log:
+        code = limited.run(command, seconds, log)
+    if code != 0:
+        text = log_file.read_text(errors="replace")
+        if code is not None and NOT_ENOUGH in text:
             return "does not fit"
-        print(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-6000:]}", file=sys.stderr)
-        return FAILED
+        told = "was cut off" if code is None else f"ended with {code}"
+        print(f"{' '.join(command)} {told}:\n{text[-TOLD_CHARACTERS:]}", file=sys.stderr)
+        return CUT_OFF if code is None else FAILED
     last: dict[str, float] = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return last
 

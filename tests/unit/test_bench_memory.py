@@ -1,6 +1,9 @@
 """The memory benchmark: its cases are settings that hold, and what its table shows."""
 
 from pathlib import Path
+from typing import IO
+
+import pytest
 
 from megappo.config.load import load_experiment
 from tests.support.tools import load_tool
@@ -24,6 +27,31 @@ def test_cases_are_sound_experiments(tmp_path: Path) -> None:
     assert loaded["selective"].model.recompute_modules == ("core_attn", "mlp")
     assert bench.settings("selective", "qwen3-30b-a3b")[1] == "model.recompute_modules=[core_attn,moe]"
     assert len({config.model_dump_json() for config in loaded.values()}) == len(bench.CASES)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "expected"),
+    [
+        (0, "", {"step": 2, "time/step": 1.0}),
+        (1, "torch.OutOfMemoryError: out", "does not fit"),
+        (1, "Traceback: broken", "failed"),
+        (None, "torch.OutOfMemoryError: out", "cut off"),
+    ],
+)
+def test_what_a_case_ends_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, log: str, expected: object
+) -> None:
+    run_dir = tmp_path / "case"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "time/step": 1.0}\n')
+
+    def run(command: list[str], seconds: float, output: IO[bytes]) -> int | None:
+        assert command[-1] == f"trainer.run_dir={run_dir}" and seconds == 9
+        output.write(log.encode())
+        return code
+
+    monkeypatch.setattr(bench.limited, "run", run)
+    assert bench.measure(tmp_path / "file.yaml", run_dir, [], 9) == expected
 
 
 def test_rows() -> None:
