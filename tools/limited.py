@@ -67,10 +67,13 @@ def run(
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     others = set(psutil.Process().children(recursive=True))
     deadline = None if seconds is None else time.monotonic() + seconds
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT, start_new_session=True
-    )
+    process: subprocess.Popen[bytes] | None = None
     try:
+        # Within the try: a signal may come when the command runs, and this call has not returned yet.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output and subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
         while process.poll() is None:
             if deadline is not None and time.monotonic() >= deadline:
                 return None
@@ -78,14 +81,15 @@ def run(
             time.sleep(POLL_SECONDS)
         return process.returncode
     finally:
-        if process.poll() is None:
+        if process is not None and process.poll() is None:
             process.terminate()
             try:
                 process.wait(grace)
             except subprocess.TimeoutExpired:
                 process.kill()
         kill_descendants(others)
-        process.wait()
+        if process is not None:
+            process.wait()
 
 
 def kill_descendants(spared: set[psutil.Process]) -> None:

@@ -94,7 +94,7 @@ def test_a_started_world_that_experts_do_not_divide() -> None:
         ConfigError, match=r"layout\.ep: 3 × etp 1 = 3 .* tp 2 × dp 2 .* possible with this etp: 1, 2, 4"
     ):
         data_parallel_size(LayoutConfig(tp=2, ep=3), 4)
-    with pytest.raises(ConfigError, match=r"possible with this etp: none, set layout\.etp to null"):
+    with pytest.raises(ConfigError, match=r"possible with this etp: none, leave layout\.etp out"):
         data_parallel_size(LayoutConfig(etp=3), 4)
 
 

@@ -49,3 +49,31 @@ def test_a_signal_ends_all(tmp_path: Path) -> None:
 def test_a_command_has_time_to_tell_how_far_it_came() -> None:
     ended = limited(2, "sh", "-c", "trap 'echo step 3; exit 0' TERM; sleep 60 & wait")
     assert (ended.returncode, ended.stdout) == (124, "step 3\n")
+
+
+# SIGTERM comes when the command runs already, and nobody holds its process yet.
+INTERRUPTED = """
+import pathlib, subprocess, sys, time
+sys.path.insert(0, {tools!r})
+import limited
+
+start, file = subprocess.Popen, pathlib.Path({file!r})
+
+
+def interrupted(*arguments, **settings):
+    start(*arguments, **settings)
+    while not file.exists() or not file.read_text():
+        time.sleep(0.01)
+    sys.exit(limited.TERMINATED)
+
+
+subprocess.Popen = interrupted
+limited.run(["sh", "-c", "echo $$ > {file}; exec sleep 60"])
+"""
+
+
+def test_a_signal_before_the_start_has_returned(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = INTERRUPTED.format(tools=str(ROOT / "tools"), file=str(file))
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 143
+    assert not is_running(int(file.read_text()))
