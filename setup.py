@@ -14,6 +14,7 @@ INSTALL_REQUIRES = [
     "megatron-core>=0.16.1,<0.17; sys_platform != 'linux'",  # later ones import Triton, which is for Linux
     # megatron-core 0.18 on, for Python 3.12 on, imports Triton without a GPU too; torch brings it for CUDA alone.
     "triton>=3; sys_platform == 'linux' and python_version >= '3.12'",
+    "packaging>=23",
     "psutil>=5.9",  # megatron-core 0.16.1 hangs in a checkpoint save without it, and does not declare it
     "transformers>=4.57,<6",
     "sentencepiece>=0.2,<0.3",
