@@ -3,7 +3,15 @@
 import argparse
 from pathlib import Path
 
-from megappo.cli.model_arguments import add_dtype, add_layout, checked_layout, model_facts, typed_settings
+from megappo.cli.model_arguments import (
+    add_base,
+    add_dtype,
+    add_layout,
+    checked_layout,
+    existing_folder,
+    model_facts,
+    typed_settings,
+)
 from megappo.config.layout import LayoutConfig
 from megappo.config.requests import ConvertRequest
 from megappo.errors import ConfigError, ExitCode
@@ -21,6 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--from", dest="source", required=True, metavar="PATH", help="what is read")
     parser.add_argument("--to", dest="target", required=True, metavar="PATH", help="folder that is written")
     add_dtype(parser)
+    add_base(parser)
     parser.add_argument("--merged", action="store_true", help="write the whole model, low-rank adapters merged into it")
     add_layout(
         parser,
@@ -33,6 +42,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Refuses what can't be converted, then converts on ranks of its own. Raises UserError."""
     facts = model_facts("--from", arguments.source)
+    if arguments.base is not None:
+        existing_folder("--base", arguments.base)
+        if not arguments.merged:
+            raise ConfigError(f"--base {arguments.base}: is only read with --merged; add that, or leave it out")
     typed = LayoutConfig.model_validate(typed_settings(arguments))
     layout, num_ranks = checked_layout(arguments.source, facts, typed)
     target = Path(arguments.target)
@@ -48,5 +61,6 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         layout=layout,
         dtype=arguments.dtype,
         merged=arguments.merged,
+        base=arguments.base,
     )
     return run_on_ranks(request, num_ranks)

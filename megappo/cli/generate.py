@@ -7,7 +7,15 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megappo.cli.experiment import positive
-from megappo.cli.model_arguments import add_dtype, add_layout, checked_layout, model_facts, typed_settings
+from megappo.cli.model_arguments import (
+    add_base,
+    add_dtype,
+    add_layout,
+    checked_layout,
+    existing_folder,
+    model_facts,
+    typed_settings,
+)
 from megappo.config.layout import LayoutConfig
 from megappo.config.problem import typed
 from megappo.config.requests import GenerateRequest
@@ -39,6 +47,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--no-chat-template", action="store_true", help="give the model the prompt as it stands")
     parser.add_argument("--json", action="store_true", help="print one JSON object a response")
     add_dtype(parser)
+    add_base(parser)
     add_layout(
         parser,
         dp="copies of the dense weights, which share prompts and experts (default: the fewest that hold all experts)",
@@ -49,12 +58,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Reads prompts and options, then generates on ranks of its own. Raises UserError."""
     facts = model_facts("--model", arguments.model)
+    if arguments.base is not None:
+        existing_folder("--base", arguments.base)
     typed = LayoutConfig.model_validate(typed_settings(arguments))
     layout, num_ranks = checked_layout(arguments.model, facts, typed)
     prompts = tuple(arguments.prompt) if arguments.prompt else read_prompts(Path(arguments.prompts))
     try:
         request = GenerateRequest(
             model=arguments.model,
+            base=arguments.base,
             prompts=prompts,
             sampling=EvaluationSampling(
                 n=arguments.n, temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p

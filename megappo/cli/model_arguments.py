@@ -49,6 +49,14 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: the model's)")
 
 
+def add_base(parser: argparse.ArgumentParser) -> None:
+    """--base."""
+    parser.add_argument(
+        "--base", metavar="PATH",
+        help="Hugging Face folder of the model under a checkpoint's adapters (default: where its run read it)",
+    )  # fmt: skip
+
+
 def typed_settings(arguments: argparse.Namespace) -> dict[str, int | bool]:
     """The settings of section `layout` that were typed as options."""
     return {name: value for name in LAYOUT_OPTIONS if (value := getattr(arguments, name, None)) is not None}

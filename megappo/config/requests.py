@@ -41,6 +41,8 @@ class ConvertRequest(Section):
     """Type of the written weights; that of the read ones when null."""
     merged: bool = False
     """Write the whole model with its low-rank adapters in it, rather than the adapters alone."""
+    base: str | None = None
+    """Hugging Face folder with the weights under the adapters; null reads it where the run had it."""
 
 
 class GenerateRequest(Section):
@@ -48,6 +50,8 @@ class GenerateRequest(Section):
 
     model: str
     """Hugging Face folder or checkpoint."""
+    base: str | None = None
+    """As of `ConvertRequest`."""
     prompts: tuple[str, ...] = Field(min_length=1)
     sampling: EvaluationSampling = EvaluationSampling()
     max_tokens: int = Field(256, ge=1)

@@ -283,4 +283,8 @@ def build_evaluator(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, model
 
 def saved_roles(**roles: TrainedRole | None) -> dict[str, SavedRole]:
     """What a checkpoint holds of each trained role; None is one that the run has not got."""
-    return {name: SavedRole(role.model, role.engine.optimizer) for name, role in roles.items() if role is not None}
+    return {
+        name: SavedRole(role.model, role.engine.optimizer, role.frozen)
+        for name, role in roles.items()
+        if role is not None
+    }

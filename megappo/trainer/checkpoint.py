@@ -39,6 +39,7 @@ from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
+from megappo.trainer.frozen_weights import FrozenWeights
 from megappo.trainer.saved_role import SavedRole, adapters_of, check_same_adapters, load_role, save_role
 
 
@@ -101,13 +102,14 @@ class CheckpointStore:
         check_files(path, self._mesh)
         saved.pop("dtype")
         check_same_adapters(path, saved.pop("lora", {}), roles)
+        without_frozen = _same_frozen_weights(path, saved.pop("frozen", {}), roles)
         missing = [name for name in roles if not (path / name).is_dir()]
         if missing:
             raise DataError(
                 f"{path}: this checkpoint holds no {missing[0]}; resume with the configuration that wrote it"
             )
         for name, role in roles.items():
-            load_role(path / name, role)
+            load_role(path / name, role, without_frozen=name in without_frozen)
         rng = path / "rng" / f"rank-{self._mesh.rank:05d}.pt"
         if rng.exists():  # absent where the layout has more ranks now; sampling noise does not depend on it
             _restore_rng(torch.load(rng, weights_only=False))
@@ -122,6 +124,16 @@ class CheckpointStore:
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 if old.resolve() != best:
                     shutil.rmtree(old)
+
+
+def _same_frozen_weights(path: Path, saved: Mapping[str, Any], roles: Mapping[str, SavedRole]) -> set[str]:
+    """The roles of which the checkpoint holds no frozen weights; DataError where the run has others for one."""
+    for name in (name for name in roles if name in saved):
+        now = roles[name].frozen
+        assert now is not None, "adapters were compared before"
+        remedy = f"set {'critic.path' if name == 'critic' else 'model.path'} to a folder that holds them"
+        FrozenWeights.from_json(saved[name]).check(now, f"{path / name}", remedy)
+    return set(saved)
 
 
 def check_files(path: Path, mesh: Mesh) -> None:
@@ -161,6 +173,7 @@ def write_checkpoint(
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
         content = asdict(state) | {"dtype": dtype, "model": signature(read_model_facts(str(spec.folder)))}
         content["lora"] = adapters_of(roles)
+        content["frozen"] = {name: role.frozen.to_json() for name, role in roles.items() if role.frozen is not None}
         for name, part in (files or {}).items():
             part.save(partial / name)
         (partial / STATE).write_text(json.dumps(content, indent=1))

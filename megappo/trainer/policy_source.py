@@ -18,6 +18,7 @@ from megappo.models.spec import ContextExchange, Experts, Layers
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint import check_files
+from megappo.trainer.frozen_weights import FrozenWeights
 from megappo.trainer.roles import DTYPES
 from megappo.trainer.saved_role import SavedRole, load_role
 
@@ -26,19 +27,28 @@ from megappo.trainer.saved_role import SavedRole, load_role
 class PolicySource:
     """Where a policy's weights are.
 
-    `folder` holds its configuration and tokenizer, `checkpoint` is None for HF weights.
+    `folder` holds its configuration and tokenizer, `checkpoint` is None for HF weights. `base` holds the weights under
+    the adapters of a checkpoint, where they are not (None) in the folder that its run had them in.
     """
 
     folder: Path
     checkpoint: Path | None
     dtype: torch.dtype
+    base: Path | None = None
 
     @classmethod
-    def of(cls, path: str | Path) -> PolicySource:
-        """Raises DataError where `path` is neither a Hugging Face folder nor a complete checkpoint."""
+    def of(cls, path: str | Path, base: str | Path | None = None) -> PolicySource:
+        """Raises DataError where `path` is neither a Hugging Face folder nor a complete checkpoint, and where `base` is
+        given for what holds all of its weights."""
         path = Path(path)
         if (path / MANIFEST).exists():
-            return cls(path / MODEL_FILES, path.resolve(), DTYPES[read_state(path)["dtype"]])
+            dtype = DTYPES[read_state(path)["dtype"]]
+            source = cls(path / MODEL_FILES, path.resolve(), dtype, Path(base) if base is not None else None)
+            if base is not None and source.frozen is None:
+                raise DataError(f"{path}: holds all weights of its model; leave out {base}, the folder of a base model")
+            return source
+        if base is not None:
+            raise DataError(f"{path}: no checkpoint of adapters; leave out {base}, the folder of a base model")
         if not (path / "config.json").exists():
             raise DataError(
                 f"{path}: neither a Hugging Face folder (no config.json) nor a complete checkpoint (no {MANIFEST}); "
@@ -52,6 +62,19 @@ class PolicySource:
     def head(self) -> Head:
         """What stands on the decoder: a checkpoint without an actor is a reward model's."""
         return "lm" if self.checkpoint is None or (self.checkpoint / "actor").is_dir() else "value"
+
+    @property
+    def role(self) -> str:
+        """The part of the checkpoint that is read."""
+        return "actor" if self.head == "lm" else "reward_model"
+
+    @property
+    def frozen(self) -> FrozenWeights | None:
+        """Of a checkpoint which holds adapters without the weights under them."""
+        if self.checkpoint is None:
+            return None
+        recorded = read_state(self.checkpoint).get("frozen", {}).get(self.role)
+        return FrozenWeights.from_json(recorded) if recorded is not None else None
 
     def load(self, mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[StageModel, ModelSpec]:
         """The policy's shard on this rank, in `dtype` (the source's own when None). A collective call.
@@ -74,21 +97,37 @@ class PolicySource:
         layers: Layers = "auto",
         experts: Experts = "grouped",
         cp_comm_type: ContextExchange = "all_gather",
+        adapters_alone: bool = False,
     ) -> tuple[StageModel, ModelSpec]:
-        """Like `load`, with the head that the source has, or `head`."""
+        """Like `load`, with the head that the source has, or `head`. `adapters_alone`: the weights under adapters are
+        not needed, and may stay undefined."""
         head = head or self.head
         spec = read_model(self.folder)
-        role = "actor" if head == "lm" else "reward_model"
-        lora = read_state(self.checkpoint).get("lora", {}).get(role) if self.checkpoint is not None else None
+        lora = read_state(self.checkpoint).get("lora", {}).get(self.role) if self.checkpoint is not None else None
         layers = layers if lora is None else "torch"
         model = build_model(
             spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts, cp_comm_type=cp_comm_type
         )
-        if lora is not None:
-            attach_lora(model, spec, mesh, LoraConfig.model_validate(lora), head, seed=0)
         if self.checkpoint is None:
             import_hf(model, spec, mesh)
-        else:
-            check_files(self.checkpoint, mesh)
-            load_role(self.checkpoint / role, SavedRole(model, optimizer=None))
+            return model.requires_grad_(False), spec
+        check_files(self.checkpoint, mesh)
+        frozen = self.frozen
+        if frozen is not None and not adapters_alone:
+            import_hf(model, read_model(self._folder_of(frozen)), mesh)
+        if lora is not None:
+            attach_lora(model, spec, mesh, LoraConfig.model_validate(lora), head, seed=0)
+        load_role(self.checkpoint / self.role, SavedRole(model, optimizer=None), without_frozen=frozen is not None)
         return model.requires_grad_(False), spec
+
+    def _folder_of(self, frozen: FrozenWeights) -> Path:
+        """Where the weights under the adapters are; raises DataError where they are gone, or others."""
+        folder = self.base or frozen.folder
+        remedy = "name their folder with --base of megappo generate or megappo convert --merged"
+        if not (folder / "config.json").exists():
+            raise DataError(
+                f"{self.checkpoint}: holds adapters, and there is no model any more in {folder}, whose weights they "
+                f"belong to; {remedy}"
+            )
+        frozen.check(FrozenWeights.of(folder), str(self.checkpoint), remedy)
+        return folder

@@ -29,16 +29,19 @@ from megappo.models.sharded import Shards
 from megappo.models.spec import check_packed_exchange
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
+from megappo.trainer.frozen_weights import FrozenWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """A trained model: its engine, and the bare stage that checkpoints and exports read."""
+    """A trained model: its engine, the bare stage that checkpoints and exports read, and where the frozen weights under
+    its adapters are, if it has some."""
 
     engine: TrainingEngine
     model: StageModel
+    frozen: FrozenWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ class RoleBuilder:
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe
         router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff)
-        return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model)
+        frozen = FrozenWeights.of(Path(path)) if lora.is_used else None
+        return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model, frozen)
 
     def _model(
         self,

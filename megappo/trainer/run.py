@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,7 +62,10 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
     assert path is not None, "the command line refuses a run without a checkpoint"
     shown = CommandProgress(speaks=mesh.is_writer)
     shown.phase(f"reading {path} on {ranks_in_words(mesh)}")
-    model, spec = PolicySource.of(path).load(mesh, DTYPES[config.model.dtype])
+    source = PolicySource.of(path)
+    if source.frozen is not None and not source.frozen.folder.exists():  # another machine, perhaps
+        source = replace(source, base=Path(config.model.path))
+    model, spec = source.load(mesh, DTYPES[config.model.dtype])
     evaluator = build_evaluator(with_whole_replicas(config, spec.shape, mesh.training_grid), mesh, spec, model)
     at_end.callback(evaluator.close)
     shown.phase(f"evaluating in {replicas_in_words(evaluator.rollout.engine.replicas)}")
@@ -80,10 +84,10 @@ def convert(request: ConvertRequest) -> ExitCode:
     (of adapters in PEFT's format, where it has some and `merged` is false). Raises ConfigError."""
     mesh = _mesh(request.layout)
     shown = CommandProgress(speaks=mesh.is_writer)
-    source = PolicySource.of(request.source)
+    source = PolicySource.of(request.source, request.base)
     dtype = DTYPES[request.dtype] if request.dtype else source.dtype
     shown.phase(f"reading {request.source} on {ranks_in_words(mesh)}")
-    model, spec = source.load_any(mesh, dtype)
+    model, spec = source.load_any(mesh, dtype, adapters_alone=not request.merged)
     target = Path(request.target)
     shown.phase(f"writing {target}")
     if source.checkpoint is not None:
@@ -106,7 +110,7 @@ def generate(request: GenerateRequest) -> ExitCode:
     """Prints one response after another, in the order of the prompts."""
     mesh = _mesh(request.layout)
     shown = CommandProgress(speaks=mesh.is_writer)
-    source = PolicySource.of(request.model)
+    source = PolicySource.of(request.model, request.base)
     tokenizer = load_tokenizer(source.folder)
     ids = _prompt_ids(request, tokenizer)
     shown.phase(f"reading {request.model} on {ranks_in_words(mesh)}")

@@ -26,30 +26,45 @@ from megappo.models.chunks import StageModel
 from megappo.models.experts import EXTRA_STATE
 from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
+from megappo.trainer.frozen_weights import FrozenWeights
+
+EXPERT_BIAS = "expert_bias"
+"""Of a router: no gradient reaches it, and a run may move it nevertheless."""
 
 
 @dataclass(frozen=True)
 class SavedRole:
-    """A role's part of a checkpoint: the model's bare stage, and its optimizer where it is trained."""
+    """A role's part of a checkpoint: the model's bare stage, and its optimizer where it is trained.
+
+    Of a model with adapters whose `frozen` weights are on disk, a checkpoint holds what is trained alone.
+    """
 
     model: StageModel
     optimizer: Optimizer | None
+    frozen: FrozenWeights | None = None
 
 
 def save_role(folder: Path, role: SavedRole) -> None:
-    """Writes one role's weights, and its optimizer's state where it has an optimizer. A collective call."""
+    """Writes one role's weights, without the frozen ones that are on disk, and its optimizer's state where it has an
+    optimizer. A collective call."""
     write_queue.install()
-    dist_checkpointing.save(_role_state(role, loading=False), str(folder))
+    state = _role_state(role, loading=False)
+    if role.frozen is not None:
+        state["model"] = _trained(role.model, state["model"])
+    dist_checkpointing.save(state, str(folder))
 
 
-def load_role(folder: Path, role: SavedRole) -> None:
+def load_role(folder: Path, role: SavedRole, *, without_frozen: bool = False) -> None:
     """Loads one role's weights, and its optimizer's state where it has an optimizer. A collective call.
+    `without_frozen`: the checkpoint does not hold the frozen weights, and they stay as they are.
 
     Raises DataError where the optimizer is of another kind.
     """
     state = _role_state(role, loading=True)
     # Which layers have an extra state depends on their kind: none is read.
     state["model"] = {name: entry for name, entry in state["model"].items() if not name.endswith(EXTRA_STATE)}
+    if without_frozen:
+        state["model"] = _trained(role.model, state["model"])
     check_same_optimizer(folder, state)
     with warnings.catch_warnings():  # of megatron (0.16.1) to itself, on every rank
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
@@ -58,15 +73,23 @@ def load_role(folder: Path, role: SavedRole) -> None:
     if shards is not None:
         shards.load(loaded["model"])
     else:
-        _load_weights(role.model, loaded["model"])
+        _load_weights(role.model, loaded["model"], without_frozen=without_frozen)
     if role.optimizer is not None:
         role.optimizer.load_state(loaded)
 
 
-def _load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """All parameters and buffers; RuntimeError where there are too few or too many."""
+def _trained(model: torch.nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `entries`, by name, that a run of this model with adapters changes."""
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: entry for name, entry in entries.items() if name in names or name.endswith(EXPERT_BIAS)}
+
+
+def _load_weights(model: torch.nn.Module, weights: dict[str, Any], *, without_frozen: bool) -> None:
+    """All parameters and buffers, or those that are trained; RuntimeError where there are too few or too many."""
     result = model.load_state_dict(weights, strict=False)
     missing = [name for name in result.missing_keys if not name.endswith(EXTRA_STATE)]
+    if without_frozen:
+        missing = list(_trained(model, dict.fromkeys(missing)))
     if missing or result.unexpected_keys:
         raise RuntimeError(f"weights that a checkpoint has not: {missing}; that the model has not: {result[1]}")
 
