@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from megappo.models.context import ContextRow
-from megappo.models.scores import softcapped_attention
+from megappo.models.scores import causal_attention
 
 # torch 2.13 wants to be told of grouped KV heads, 2.11 takes them unasked.
 _GROUPED_HEADS: dict[str, Any] = (
@@ -94,33 +94,16 @@ class CoreAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Context `[s, b, heads · head_dim]`, packed `[tokens, …]`. True in `attention_mask` hides a key."""
-        assert attention_bias is None, "this attention takes no bias; use layers: te"
+        """Context `[s, b, heads · head_dim]`, packed `[tokens, …]`; fewer queries than keys are the last of them."""
+        assert attention_bias is None and attention_mask is None, "this attention is causal by itself; use layers: te"
         packing = packed_seq_params if query.dim() == 3 else None
         if self.cp_group.size() > 1:
             return self._shared(query, key, value, packing)
         if packing is not None:
             return self._packed(query, key, value, packing)
-        mask = self._with_window(self._visible(query, key, attention_mask, attn_mask_type), query, key)
-        is_causal = query.size(0) == key.size(0) and attn_mask_type is not AttnMaskType.no_mask
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        return self._attend(query, key, value, mask, is_causal).permute(2, 0, 1, 3).flatten(2)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """`[b, heads, s, head_dim]` of all; `mask` [queries, keys] true where a query sees a key, else `is_causal`."""
-        if self.softcap is not None:
-            assert mask is not None, "a soft cap is computed with a mask that is written out"
-            return softcapped_attention(query, key, value, mask, self.softmax_scale, self.softcap)
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None and is_causal,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.softmax_scale,
-            enable_gqa=key.size(1) != query.size(1),
-        )
+        if query.size(0) == key.size(0) and self.window is not None and self._has_kernel(query, value):
+            return self._with_kernel_of_rows(query, key, value)
+        return self._causal(query, key, value).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams) -> Tensor:
         """Causal attention inside each of the packed sequences: `[tokens, heads, head_dim]` → `[tokens, …]`.
@@ -133,10 +116,8 @@ class CoreAttention(nn.Module):
         parts = (tensor.split(lengths) for tensor in (query, key, value))
         contexts = []
         for own in zip(*parts, strict=True):
-            mask = self._with_window(None, own[0], own[1])
-            own_query, own_key, own_value = (tensor.transpose(0, 1)[None] for tensor in own)
-            contexts.append(self._attend(own_query, own_key, own_value, mask, is_causal=True))
-        return torch.cat(contexts, dim=2)[0].transpose(0, 1).flatten(1)
+            contexts.append(self._causal(*own))
+        return torch.cat(contexts).flatten(1)
 
     def _has_kernel(self, query: Tensor, value: Tensor) -> bool:
         """Whether PyTorch's kernel for sequences of varied lengths (Flash Attention) computes this attention."""
@@ -152,6 +133,15 @@ class CoreAttention(nn.Module):
             scale=self.softmax_scale, window_size=(before, 0), **_GROUPED_HEADS,
         )  # type: ignore[assignment]  # fmt: skip
         return context
+
+    def _with_kernel_of_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[s, b, heads, head_dim]` → `[s, b, …]`: rows of one length, as packed sequences of that length."""
+        length, num_rows = query.shape[:2]
+        ends = torch.arange(0, (num_rows + 1) * length, length, device=query.device, dtype=torch.int32)
+        packing = PackedSeqParams("thd", ends, ends, max_seqlen_q=length, max_seqlen_kv=length)
+        query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+        context = self._with_kernel(query, key, value, packing)
+        return context.unflatten(0, (num_rows, length)).transpose(0, 1).flatten(2)
 
     def _shared(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Causal attention inside sequences whose tokens are shared by the context-parallel ranks.
@@ -177,44 +167,19 @@ class CoreAttention(nn.Module):
         """`[s, heads, head_dim]` or `[s, b, …]` of queries that are the last of the keys' positions → the same."""
         if query.dim() == 3:
             return self._causal(query[:, None], key[:, None], value[:, None])[:, 0]
-        if self.window is not None:
-            first = max(key.size(0) - query.size(0) - self.window + 1, 0)
-            key, value = key[first:], value[first:]
-        mask = self._with_window(None, query, key)
-        is_square = query.size(0) == key.size(0)
-        if mask is None and not is_square:
-            # With a kernel that knows this mask (CUDA's) it exists nowhere.
-            mask = causal_lower_right(query.size(0), key.size(0))
+        is_plain = self.softcap is None and (self.window is None or self.window >= key.size(0))
+        num_queries, num_keys = query.size(0), key.size(0)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        return self._attend(query, key, value, mask, is_causal=is_square).permute(2, 0, 1, 3)
-
-    def _visible(
-        self,
-        query: Tensor,
-        key: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None,
-    ) -> Tensor | None:
-        """[queries, keys] bool, True where a query sees a key; None is the plain causal mask, or no mask at all."""
-        if attention_mask is not None:
-            return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        if query.size(0) == key.size(0) or attn_mask_type is AttnMaskType.no_mask:
-            return None
-        # Queries are the last of the keys' positions, as in decoding with a cache.
-        position = torch.arange(key.size(0), device=key.device)
-        return position[key.size(0) - query.size(0) :, None] >= position[None]
-
-    def _with_window(self, mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-        """`mask` without the keys that are `window` or more positions back; causality written out for a soft cap."""
-        length = key.size(0)
-        window = length if self.window is None else min(self.window, length)
-        if window == length and (self.softcap is None or mask is not None):
-            return mask
-        places = torch.arange(length, device=key.device)
-        own = places[length - query.size(0) :]
-        distance = own[:, None] - places[None]
-        visible = (distance >= 0) & (distance < window)
-        return visible if mask is None else mask & visible
+        dropout = self.dropout if self.training else 0.0
+        if is_plain and num_queries != num_keys:
+            # With a kernel that knows this mask (CUDA's) it exists nowhere.
+            context = functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=causal_lower_right(num_queries, num_keys), dropout_p=dropout,
+                scale=self.softmax_scale, enable_gqa=key.size(1) != query.size(1),
+            )  # fmt: skip
+        else:
+            context = causal_attention(query, key, value, self.softmax_scale, self.window, self.softcap, dropout)
+        return context.permute(2, 0, 1, 3)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing to save."""

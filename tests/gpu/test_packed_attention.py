@@ -43,3 +43,21 @@ def test_outputs_and_gradients(heads: int, kv_heads: int, head_dim: int, window:
     own = torch.zeros(sum(LENGTHS), dtype=torch.bool, device="cuda")
     own[start : start + LENGTHS[3]] = True
     assert torch.equal(again[~own], output[~own]) and not torch.equal(again[own], output[own])
+
+
+def test_padded_rows_with_a_window_go_through_the_kernel() -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    given = [
+        torch.randn(700, 3, heads, 64, generator=generator, device="cuda").to(torch.bfloat16).requires_grad_()
+        for heads in (6, 2, 2)
+    ]
+    attention = core_attention(ALONE, None, 100)
+    grad = torch.randn(700, 3, 6 * 64, generator=generator, device="cuda").to(torch.bfloat16)
+    output = attention(*given, None)
+    output.backward(grad)
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    expected = attention(*exact, None)
+    expected.backward(grad.double())
+    for ours, theirs in ((output, expected), *((a.grad, b.grad) for a, b in zip(given, exact, strict=True))):
+        assert ours is not None and theirs is not None
+        assert (ours - theirs).norm() <= 6e-3 * theirs.norm()

@@ -47,6 +47,21 @@ def test_the_kernel_is_asked_for_each_sequence_alone(
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [3, 50])
+def test_rows_with_a_window_go_through_the_kernel_as_sequences_of_one_length(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(6, 3, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    attention = core_attention(ALONE, None, window)
+    expected = attention(query, key, value, None)
+    monkeypatch.setattr(CoreAttention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(layers, "varlen_attn", varlen_attention)
+    ours = attention(query, key, value, None)
+    assert ours.shape == (6, 3, 32)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 def on_gpu(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A tensor by what is asked of it."""
     return SimpleNamespace(is_cuda=True, dtype=dtype, size=lambda _: head_dim)

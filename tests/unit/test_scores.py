@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.engines.native.pieces import NormPieces
+from megappo.models import scores
 from megappo.models.layers import CoreAttention, rms_norm
 from megappo.models.scores import softcapped, softcapped_attention
 
@@ -53,6 +55,57 @@ def test_core_attention_keeps_window_and_cap(window: int | None, cap: float | No
     mixed = attention(query, key, value, None, packed_seq_params=packed)
     parts = [expected(query[at], key[at], value[at], window or 7, 0.9, cap) for at in (slice(0, 3), slice(3, 7))]
     assert torch.allclose(mixed, torch.cat(parts).flatten(1), atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 11])
+@pytest.mark.parametrize("cap", [None, 0.7])
+@pytest.mark.parametrize("num_queries", [23, 6])
+def test_blocks_of_queries_give_what_all_of_them_give(
+    window: int | None, cap: float | None, num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, and gradients of all three; the queries are the last of 23 positions."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value, weights = (
+        torch.randn(2, heads, length, 4, dtype=torch.float64, generator=generator)
+        for heads, length in ((4, num_queries), (2, 23), (2, 23), (4, num_queries))
+    )
+
+    def all_of(block: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(scores, "BLOCK", block)
+        given = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        mixed = scores.causal_attention(*given, 0.9, window, cap)
+        return [mixed, *torch.autograd.grad((mixed * weights).sum(), given)]
+
+    for name, ours, whole in zip(("mixed", "query", "key", "value"), all_of(5), all_of(512), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12, msg=name)
+    last = expected(torch.cat([torch.zeros(2, 4, 23 - num_queries, 4), query], dim=2)[0].transpose(0, 1),
+                    key[0].transpose(0, 1), value[0].transpose(0, 1), window or 23, 0.9, cap)  # fmt: skip
+    torch.testing.assert_close(all_of(5)[0][0].transpose(0, 1), last[23 - num_queries :], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, 3.0), (64, 3.0), (64, None)])
+def test_nothing_of_tokens_times_tokens_is_kept_or_made(window: int | None, cap: float | None) -> None:
+    """4 blocks: the largest tensor of a forward and backward pass has a block's queries times what they see."""
+    tokens, heads = 4 * scores.BLOCK, 2
+    given = [torch.randn(1, heads, tokens, 4, requires_grad=True) for _ in range(3)]
+    with LargestTensor() as largest:
+        scores.causal_attention(*given, None, window, cap).sum().backward()
+    seen = tokens if window is None else scores.BLOCK + window - 1
+    assert largest.numbers <= heads * scores.BLOCK * seen
+    assert largest.numbers >= (heads if cap else 1) * scores.BLOCK * min(seen, scores.BLOCK)  # it sees the scores
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches every result of an operation, those of the backward pass too."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.numbers = max(self.numbers, tensor.numel())
+        return made
 
 
 def test_a_scale_of_none_is_that_of_the_head() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megappo.engines.native.cache import KVCache
 from megappo.engines.native.tokens import PrefillTokens, StepTokens
-from megappo.models.scores import softcapped_attention
+from megappo.models.scores import causal_attention, softcapped_attention
 
 
 class CurrentStep:
@@ -95,13 +95,7 @@ class CachedAttention(nn.Module):
             part[slots, :, : prefill.longest].repeat_interleave(num_heads // part.shape[1], dim=1)
             for part in self._cache.layers[self._layer]
         )
-        hides = self._window is not None and prefill.longest > self._window
-        visible = None
-        if hides or self._softcap is not None:
-            visible = torch.ones(prefill.longest, prefill.longest, dtype=torch.bool, device=query.device).tril()
-            if hides:
-                visible = visible.triu(1 - self._window)  # type: ignore[operator]
-        mixed = self._mix(padded, key, value, visible)
+        mixed = causal_attention(padded, key, value, self._scale, self._window, self._softcap)
         return mixed[prefill.prompts, :, prefill.positions]
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
