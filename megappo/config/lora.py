@@ -24,6 +24,8 @@ class LoraConfig(Section):
     paths (`*_proj`, `*.self_attn.*`, `*.experts.*`), or `all-linear`."""
     type: Literal["lora", "dora"] = "lora"
     """`dora` trains the length of each row of W + ΔW too, apart from its direction."""
+    adapter_path: str | None = None
+    """Folder in PEFT's format whose adapters the run begins with; null draws A and begins with ΔW = 0."""
     export_merged: bool = False
     """`trainer.export_hf` writes the whole model with ΔW in it; otherwise the adapter alone, in PEFT's format."""
 

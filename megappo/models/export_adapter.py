@@ -28,13 +28,12 @@ from megappo.models.adapter_map import (
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
 from megappo.models.export_hf import agreed_head, gathered, prepare_folder
-from megappo.models.hf_folder import copy_companions
+from megappo.models.hf_folder import ADAPTER_WEIGHTS, copy_companions
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, Rule, WeightMap
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
 
-WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 
@@ -66,7 +65,7 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
         dtype = next(iter(tensors.values())).dtype
         missing = missing_expert_tensors(base, weight_map, lora.rank)
         tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         copy_companions(spec.folder, partial)
         (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base
         (partial / CONFIG).write_text(json.dumps(peft_config(spec, lora, targets, head), indent=2) + "\n")

@@ -16,6 +16,7 @@ from megappo.errors import DataError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # Everything beside weights that a folder needs to be loaded again.
 _COMPANIONS = (
@@ -28,11 +29,13 @@ _COMPANIONS = (
 class SafetensorsReader:
     """The tensors of a folder, opened file by file when first read; use it in a `with` block.
 
-    Raises DataError where the folder has no safetensors, or its index names a file that is missing.
+    Raises DataError where the folder has no safetensors, or its index names a file that is missing. `single` is the
+    name that a file with all tensors has.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, single: str = SINGLE) -> None:
         self.folder = folder
+        self._single = single
         self._open: dict[str, Any] = {}
         self._file_of = self._read_index()
 
@@ -77,8 +80,8 @@ class SafetensorsReader:
 
     def _read_index(self) -> dict[str, str]:
         """Tensor name → file name."""
-        index = self.folder / INDEX
-        if index.is_file():
+        index, single = self.folder / INDEX, self._single
+        if single == SINGLE and index.is_file():
             file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
             for file in sorted(set(file_of.values())):
                 if not (self.folder / file).is_file():
@@ -86,8 +89,10 @@ class SafetensorsReader:
                         f"{index}: names {file}, which is not in the folder; copy it from the model's source"
                     )
             return file_of
-        if (self.folder / SINGLE).is_file():
-            return dict.fromkeys(self._handle(self.folder / SINGLE).keys(), SINGLE)
+        if (self.folder / single).is_file():
+            return dict.fromkeys(self._handle(self.folder / single).keys(), single)
+        if single != SINGLE:
+            raise DataError(f"{self.folder}: has no {single}; give a folder that PEFT has saved with safetensors")
         if list(self.folder.glob("pytorch_model*.bin")):
             raise DataError(
                 f"{self.folder}: has pytorch_model.bin but no safetensors, which megappo reads; save it again: "

@@ -43,7 +43,7 @@ def import_hf(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | Path 
                 continue
             for source in rule.sources:
                 _check_shape(reader, source, weight_map.tensors[source])
-            _fill(parameter, reader, mesh)
+            fill(parameter, reader, mesh)
 
 
 def _refuse_unknown(reader: SafetensorsReader, weight_map: WeightMap) -> None:
@@ -72,7 +72,8 @@ def _check_shape(reader: SafetensorsReader, name: str, expected: Shape) -> None:
         )
 
 
-def _fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh) -> None:
+def fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh) -> None:
+    """Reads this rank's rows of one parameter."""
     axis = parameter.rule.axis or 0
     offset = 0
     for segment in parameter.shard(mesh):

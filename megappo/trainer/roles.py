@@ -23,6 +23,7 @@ from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.chunks import StageModel
+from megappo.models.import_adapter import import_adapter
 from megappo.models.import_hf import import_hf
 from megappo.models.router import Capacity
 from megappo.models.sharded import Shards
@@ -132,4 +133,6 @@ class RoleBuilder:
             routing.capacity = Capacity(moe.capacity_factor, moe.token_drop_policy)
         if lora is not None and has_lora:
             attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed, setting)
+            if lora.adapter_path is not None:
+                import_adapter(model, spec, self.mesh, lora.adapter_path, head, setting)
         return model

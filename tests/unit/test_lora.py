@@ -1,5 +1,6 @@
 """Adapters without ranks: which projections patterns name, how the rows of B are cut, what settings are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,40 @@ def test_settings_that_cannot_be_or_do_nothing(
 ) -> None:
     problems = check_experiment(load_experiment(write_experiment(tmp_path), overrides))
     assert [problem.severity for problem in problems if problem.path == path] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"r": 8}, "model.lora.rank: 4: the adapters in F have 8; set it to 8"),
+        ({"lora_alpha": 32}, "model.lora.alpha: 16.0: the adapters in F have 32; set it to 32"),
+        ({"use_dora": True}, 'model.lora.type: "lora": the adapters in F have dora; set it to dora'),
+        ({"use_rslora": True}, 'model.lora.adapter_path: "F": the adapters in F are rank-stabilized: '),
+        ({"bias": "all"}, 'model.lora.adapter_path: "F": the adapters in F have trained biases (all), '),
+        (None, 'model.lora.adapter_path: "F": there is no adapter_config.json in it; give the folder of an adapter '),
+        ({}, None),
+    ],
+)
+def test_adapters_to_begin_with_are_the_sections(
+    tmp_path: Path, content: dict[str, object] | None, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("F").mkdir()
+    if content is not None:
+        Path("F/adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16, "bias": "none"} | content))
+    words = ["model.lora.rank=4", "model.lora.adapter_path=F"]
+    problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
+    errors = [problem.text() for problem in problems if problem.severity is Severity.ERROR]
+    assert len(errors) == (told is not None)
+    assert told is None or errors[0].startswith(told)
+
+
+def test_a_reference_that_is_not_the_start_is_told(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 16}')
+    words = ["model.lora.rank=4", f"model.lora.adapter_path={tmp_path}", "actor.use_kl_loss=true"]
+    problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
+    (problem,) = (problem for problem in problems if problem.path == "model.lora.adapter_path")
+    assert problem.severity is Severity.WARNING and "the reference is the model without adapters" in problem.reason
 
 
 @pytest.mark.parametrize(("setting", "way_out"), [("type=dora", "set it to lora"), ("dropout=0.1", "set it to 0")])
