@@ -11,6 +11,7 @@ from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment
 from megappo.config.stages import has_stages, read_stages
 from megappo.errors import DataError, ExitCode
+from megappo.models.fits import require_fitting_models
 from megappo.planner.explain import explain_batches
 
 Load = Callable[..., Sequence[Any]]
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
 
 def _validate(loaded: LoadedExperiment, nproc: int | None, *, read_data: bool) -> None:
     refuse_unsound(loaded, nproc)
+    require_fitting_models(loaded.config)
     dp = data_parallel_size(loaded.config, nproc)
     print(explain_batches(loaded.config, dp or 1))
     if dp is None:

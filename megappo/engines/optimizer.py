@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megappo.config.offload import OffloadConfig
 from megappo.config.optim import OptimConfig
-from megappo.config.pipeline import EVEN, PipelineSplit
+from megappo.config.pipeline import PipelineSplit
 from megappo.engines.offload import Kind, RoleMemory, Tensors, storages_of
 from megappo.engines.optimizer_states import create_state, precision_settings
 from megappo.engines.overlap import check_gathered, finish_gather, wrapped_chunks
 from megappo.engines.sharded import ShardedMemory, ShardedModel
-from megappo.errors import ConfigError
 from megappo.models.chunks import ModelChunks, StageModel
+from megappo.models.fits import refuse_stages_without_experts
 from megappo.models.sharded import shards_of
 from megappo.parallel import padded_buckets
 
@@ -187,44 +187,6 @@ def gradients_of(chunk: DistributedDataParallel | ShardedModel) -> Iterable[Tens
     if isinstance(chunk, ShardedModel):
         return chunk.gradients()
     return [buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-
-
-def refuse_stages_without_experts(
-    has_experts: list[int] | int, pp: int, split: PipelineSplit = EVEN, virtual: Sequence[int] | None = None
-) -> None:
-    """ConfigError, the same on every rank, where one pipeline rank has experts and another none. `virtual`: layers of
-    its virtual stages.
-
-    `has_experts` tells it of each layer, or is a number where all layers are alike. Megatron makes an optimizer for the
-    experts of a stage (0.16.1, 0.19.2): ranks without it would neither take part in its gradient norm nor find its
-    state in a checkpoint.
-    """
-    if not isinstance(has_experts, list):
-        return
-    if virtual is not None:
-        _refuse_ranks_without_experts(has_experts, pp, virtual)
-        return
-    stages = split.stages(len(has_experts), pp)
-    assert stages is not None, "checked when the model was built"
-    first = 0
-    for stage, size in enumerate(stages):
-        if not any(has_experts[first : first + size]):
-            raise ConfigError(
-                f"layout.pp: {pp} makes stage {stage} of layers {first} to {first + size - 1}, none of "
-                "which has experts, as layers of other stages have; set a smaller one"
-            )
-        first += size
-
-
-def _refuse_ranks_without_experts(has_experts: list[int], pp: int, virtual: Sequence[int]) -> None:
-    owners = [stage % pp for stage, size in enumerate(virtual) for _ in range(size)]
-    for rank in range(pp):
-        layers = [layer for layer, owner in enumerate(owners) if owner == rank]
-        if not any(has_experts[layer] for layer in layers):
-            raise ConfigError(
-                f"layout.vpp: {len(virtual) // pp} gives pipeline rank {rank} layers {', '.join(map(str, layers))}, "
-                "none of which has experts, as layers of other ranks have; set another one, or a smaller layout.pp"
-            )
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:

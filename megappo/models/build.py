@@ -20,9 +20,10 @@ from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.models.architecture import ModelSpec, check_exchanged_heads, check_layout, read_model
 from megappo.models.chunks import ModelChunks, StageModel
 from megappo.models.families.base import Llama3RopeScaling, ModelShape
+from megappo.models.fits import check_recompute
 from megappo.models.heads import ValueHead
 from megappo.models.layers import RMSNorm
-from megappo.models.recompute import check_recompute, keep_gradient_path
+from megappo.models.recompute import keep_gradient_path
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
 from megappo.models.spec import ContextExchange, Dispatcher, Experts, Layers, block_spec, takes_te

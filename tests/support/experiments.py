@@ -12,6 +12,10 @@ MODEL = {
     "num_key_value_heads": 3,
     "num_hidden_layers": 6,
     "max_position_embeddings": 64,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-6,
 }
 
 EXPERIMENT = """\

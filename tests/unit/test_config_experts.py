@@ -10,8 +10,8 @@ from megappo.config.checks import check_experiment
 from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig
 from megappo.config.load import load_experiment
-from megappo.engines.optimizer import refuse_stages_without_experts
 from megappo.errors import ConfigError
+from megappo.models.fits import refuse_stages_without_experts
 from megappo.parallel.mesh import data_parallel_size
 from tests.support.experiments import MODEL, write_experiment
 

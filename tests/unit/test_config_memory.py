@@ -11,7 +11,7 @@ from megappo.config.recompute import Recompute
 from megappo.errors import ConfigError
 from megappo.models.families.base import ModelShape
 from megappo.models.families.llama import Llama
-from megappo.models.recompute import check_recompute
+from megappo.models.fits import check_recompute
 from tests.support.experiments import write_experiment
 
 FULL = "model.recompute_granularity=full"
