@@ -28,6 +28,7 @@ def expert_problems(config: ExperimentConfig) -> list[Problem]:
 def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
     moe = config.model.moe
     settings = [
+        ("model.experts", config.model.experts, "grouped"),
         ("model.moe.aux_loss_coeff", moe.aux_loss_coeff, 0.0),
         ("model.moe.z_loss_coeff", moe.z_loss_coeff, 0.0),
         ("model.moe.dispatcher", moe.dispatcher, "alltoall"),

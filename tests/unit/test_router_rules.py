@@ -78,7 +78,10 @@ def test_a_critic_with_experts_beside_a_dense_actor(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", [REPLAY, GATHER, "model.moe.aux_loss_coeff=0.1", "model.moe.z_loss_coeff=0.1"])
+@pytest.mark.parametrize(
+    "setting",
+    [REPLAY, GATHER, "model.experts=sequential", "model.moe.aux_loss_coeff=0.1", "model.moe.z_loss_coeff=0.1"],
+)
 def test_a_dense_model_has_no_routers(tmp_path: Path, setting: str) -> None:
     (line,) = found(tmp_path, setting)
     assert line.startswith(setting.partition("=")[0]) and "is for models with experts" in line
