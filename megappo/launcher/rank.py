@@ -50,7 +50,11 @@ def run_rank(request: Request) -> ExitCode:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     at_end = ExitStack()
     try:
-        return _dispatch(request, at_end)
+        code = _dispatch(request, at_end)
+        # All is saved. Python gives signals their deadly default back while it ends, but for those that are ignored.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        return code
     except KeyboardInterrupt:
         _leave(ExitCode.FAILED)  # the launcher says that it was interrupted
     # The last frame of the rank: the failure is claimed, not swallowed. BaseException, for torch's CheckpointException

@@ -17,7 +17,7 @@ from megappo.config.requests import ConvertRequest, EvaluateRequest, GenerateReq
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.failure import Failure
 from megappo.launcher.local import RankProgram, run_local
-from tests.support.experiments import small_experiment
+from tests.support.experiments import small_experiment, write_experiment
 
 # Each program may use `rank`, and ends as it likes.
 PRELUDE = """
@@ -176,6 +176,26 @@ program.run_rank(ConvertRequest.model_validate_json({request!r}))
     assert code == ExitCode.FAILED and told.count("Traceback") == 1 and "the cause" in told
     assert [(tmp_path / f"closed-{rank}").read_text() for rank in range(2)] == ["the cause"] * 2
     assert seconds < 30
+
+
+def test_a_signal_after_the_last_step_kills_no_rank(tmp_path: Path) -> None:
+    """While Python ends it gives signals that had a handler their deadly default back."""
+    file = write_experiment(tmp_path)
+    body = f"""
+from megappo.config.load import load_experiment
+from megappo.config.requests import TrainRequest
+from megappo.launcher import rank as program
+def dispatch(request, at_end):
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as the trainer's, which remembers it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return 0
+program._dispatch = dispatch
+program.run_rank(TrainRequest(config=load_experiment({str(file)!r}, [])))
+ended = [signal.getsignal(number) for number in program.STOP_SIGNALS]
+Path(r"{tmp_path}", "ended").write_text(str(ended == [signal.SIG_IGN] * 2))
+"""
+    assert run(body, num_ranks=1)[0] is ExitCode.DONE
+    assert (tmp_path / "ended").read_text() == "True"
 
 
 def test_stopped_after_saving() -> None:
