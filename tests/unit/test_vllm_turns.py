@@ -39,6 +39,7 @@ class Device:
     engine: int = FIXED + WEIGHTS + CACHE
     leak: int = 0
     calls: list[str] = field(default_factory=list)
+    given: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def note(self, call: str) -> None:
@@ -97,7 +98,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def make(
-    device: Device, monkeypatch: pytest.MonkeyPatch, way: Literal["direct", "load"], free_cache: bool = True
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Literal["auto", "direct", "load"],
+    free_cache: bool = True,
+    quantization: Literal["fp8"] | None = None,
+    ep: int = 1,
 ) -> VLLMRolloutEngine:
     """The engine with vLLM and the moving of weights replaced; levels of sleep are those of the true classes."""
     before, device.engine = device.engine, 0
@@ -111,16 +117,20 @@ def make(
             device.note("transfer")
             return Moved(aliased=1, copied=2, sent=3, peak_bytes=4)
 
-        settings = {"__init__": lambda self, *rest, **also: None, "starting": lambda self: nullcontext()}
-        return type(kind.__name__, (kind,), settings | {"transfer": transfer})
+        def init(self: Any, *rest: Any, **given: Any) -> None:
+            device.given = given
+
+        settings = {"__init__": init, "starting": lambda self: nullcontext(), "transfer": transfer}
+        return type(kind.__name__, (kind,), settings)
 
     monkeypatch.setattr(vllm_rollout, "start_engine", start)
     monkeypatch.setattr(vllm_rollout, "DirectTransfer", moving(DirectTransfer))
     monkeypatch.setattr(vllm_rollout, "LoadTransfer", moving(LoadTransfer))
-    mesh: Any = SimpleNamespace(training_grid=TrainingGrid(), tp=1, ep=1, rank=0)
-    spec: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=100, moe=None))
+    mesh: Any = SimpleNamespace(training_grid=TrainingGrid(dp=ep, ep=ep), tp=1, ep=ep, rank=0)
+    spec: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=100, moe=SimpleNamespace()))
+    config = RolloutConfig(engine="vllm", free_cache_engine=free_cache, quantization=quantization)
     return VLLMRolloutEngine(
-        nn.Linear(1, 1), spec, mesh, RolloutConfig(engine="vllm", free_cache_engine=free_cache),
+        nn.Linear(1, 1), spec, mesh, config,
         dtype=torch.float32, decode=str, eos_ids=[2], tokenizer_folder="", max_model_len=64, weights=way, seed=0,
     )  # fmt: skip
 
@@ -190,3 +200,10 @@ def test_growth_shows_without_sleep_too(device: Device, monkeypatch: pytest.Monk
     device.training += 70
     everything = FIXED + WEIGHTS + CACHE + 5
     assert engine.sync_weights().held == HeldBytes(everything, everything, everything)
+
+
+def test_a_transfer_knows_how_vllm_holds_the_weights(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(device, monkeypatch, "auto", ep=2)
+    assert device.given == {"expert_parallel": True, "bucket_bytes": 256 << 20}
+    make(device, monkeypatch, "auto", quantization="fp8")
+    assert device.given == {"expert_parallel": False, "quantization": "fp8"}

@@ -76,6 +76,9 @@ def broken(module: Any) -> None:
     if hasattr(module, "w13_weight"):
         module.w13_weight.data = module.w13_weight.data.flip(0)
         return
+    if module.weight.numel():  # not packed: where it lies
+        module.weight.data.copy_(module.weight.data.flip(0))
+        return
     width = module.input_size_per_partition
     matrix = module.cpu_linear(torch.eye(width), module.weight, None).T
     module.weight = nn.Parameter(matrix.flip(0).contiguous(), requires_grad=False)
