@@ -104,7 +104,8 @@ class LoadedWeights:
         expected, worst = tensor.narrow(place.axis, place.start, length), 0.0
         for first, engine in self._read(place, tensor, length):
             columns = expected if engine.ndim == 1 else expected.narrow(1, first, engine.shape[1])
-            off = (engine.float() - columns.float()).abs().max().nan_to_num(nan=torch.inf)
+            # In the engine's type: what a load rounds on its way is no mistake.
+            off = (engine.float() - columns.to(engine.dtype).float()).abs().max().nan_to_num(nan=torch.inf)
             worst = max(worst, float(off))
         return worst
 
