@@ -5,6 +5,9 @@
 Random weights of a published shape. Printed: bytes aliased, copied and received; seconds of the transfer and of the
 whole turn (sleep, wake, transfer); the same through vLLM's loader; GPU memory at each point; log-probs against the
 training forward, also after an update; tokens a second against a vLLM with weights of its own, in turns in one run.
+
+Returns 1, with a line for each, where log-probs are on average farther from training's than the check of a run allows
+(`hybrid.check_limit` as it is unless set), or where the bytes of a switch are not the formulas'.
 """
 
 import argparse
@@ -24,10 +27,14 @@ import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import torch
 
+from megappo.config.grid import GenerationGrid
+from megappo.config.hybrid import default_check_limit
 from megappo.config.layout import LayoutConfig
 from megappo.config.rollout import RolloutConfig
+from megappo.engines.hybrid.account import CLASSES, formula_of
 from megappo.engines.hybrid.execute import Moved
-from megappo.engines.rollout import GenerationRequest, SamplingParams
+from megappo.engines.rollout import GenerationRequest, SamplingParams, SyncReport
+from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.memory import used_bytes
 from megappo.engines.vllm.transfer import LoadTransfer
 from megappo.engines.vllm_rollout import VLLMRolloutEngine
@@ -60,8 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stock:
         return serve_stock(options)
     with tempfile.TemporaryDirectory() as folder:
-        bench(options, write_config(Path(folder), options))
-    return 0
+        problems = bench(options, write_config(Path(folder), options))
+    for problem in problems:
+        print(f"bench_vllm.py: WRONG: {problem}", file=sys.stderr, flush=True)
+    return 1 if problems else 0
 
 
 def write_config(folder: Path, options: argparse.Namespace) -> Path:
@@ -73,7 +82,8 @@ def write_config(folder: Path, options: argparse.Namespace) -> Path:
     return folder
 
 
-def bench(options: argparse.Namespace, folder: Path) -> None:
+def bench(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Prints everything; returns what is wrong."""
     mesh = start_mesh(LayoutConfig(), seed=0, timeout=timedelta(minutes=5))
     spec, dtype = read_model(folder), getattr(torch, options.dtype)
     row("shape", f"{options.shape}, {spec.shape.num_layers} layers, {options.dtype}")
@@ -93,22 +103,47 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     row("vLLM started", f"{time.perf_counter() - start:.0f} s, graphs {'off' if options.eager else 'on'}")
     time_turns(engine, options.cycles)
     report = engine.sync_weights()
+    problems = byte_problems(report, engine, spec, weight_bytes)
+    limit = default_check_limit(options.dtype, options.quantization)
     row("held by the engine", f"asleep {gib(report.held.asleep)}, weights {gib(report.held.with_weights)}, "
         f"awake {gib(report.held.awake)}")  # fmt: skip
     row("used before vLLM", gib(before))
-    compare_log_probs("as built", engine, model, spec)
+    problems += compare_log_probs("as built", engine, model, spec, limit)
     engine.release()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)
-    engine.sync_weights()
-    compare_log_probs("after an update in place", engine, model, spec)
+    problems += byte_problems(engine.sync_weights(), engine, spec, weight_bytes)
+    problems += compare_log_probs("after an update in place", engine, model, spec, limit)
     if not options.no_stock:
         compare_speed(engine, spec, folder, options)
-    if options.quantization is None:
-        time_stream(engine, model, spec, mesh, options.cycles)
+    time_stream(engine, model, spec, mesh, options)
     engine.close()
+    return problems
+
+
+def byte_problems(report: SyncReport, engine: VLLMRolloutEngine, spec: ModelSpec, weight_bytes: int) -> list[str]:
+    """Where a switch of one rank did not move what the formulas say: M / g bytes of generation weights, none of them
+    from other ranks; `weight_bytes` is M. Through vLLM's loader nothing comes from other ranks either."""
+    problems = []
+    expected, generated = 0, report.bytes_aliased + report.bytes_copied + report.bytes_received
+    transfer = engine._transfer
+    if isinstance(transfer, DirectTransfer):
+        tp = len(engine.replicas.groups[0])
+        expected = int(sum(formula_of(transfer.planner, name, tp).received for name in CLASSES))
+        # Latent attention has parts that are made anew beside its parameters, and copied too.
+        if spec.shape.latent is None and generated != weight_bytes // tp:
+            problems.append(
+                f"the engine has {generated:,} bytes of weights ({report.bytes_aliased:,} aliased, "
+                f"{report.bytes_copied:,} copied, {report.bytes_received:,} received); "
+                f"by formula {weight_bytes // tp:,}"
+            )
+    if report.bytes_received != expected or report.bytes_sent != expected:
+        problems.append(
+            f"{report.bytes_received:,} bytes were received and {report.bytes_sent:,} sent; by formula {expected:,}"
+        )
+    return problems
 
 
 def random_model(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Module:
@@ -141,14 +176,19 @@ def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
     engine.release()
 
 
-def time_stream(engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, cycles: int) -> None:
-    """The same weights as whole tensors through vLLM's loader; it writes what is already there."""
-    stream, seconds = LoadTransfer(model, spec, mesh), []
+def time_stream(
+    engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, options: argparse.Namespace
+) -> None:
+    """The same weights as whole tensors through vLLM's loader, which rounds them anew where they are quantised; it
+    writes what is already there."""
+    grid = GenerationGrid(mesh.training_grid, 1)
+    stream = LoadTransfer(model, spec, mesh, grid, expert_parallel=False, quantization=options.quantization)
+    seconds = []
 
     def send(worker: Any) -> Moved:
         return stream.transfer(worker.get_model(), worker)
 
-    for _ in range(min(cycles, 4)):
+    for _ in range(min(options.cycles, 4)):
         torch.cuda.synchronize()
         start = time.perf_counter()
         engine._llm.collective_rpc(send)
@@ -158,21 +198,27 @@ def time_stream(engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSp
 
 
 @torch.no_grad()
-def compare_log_probs(when: str, engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec) -> None:
+def compare_log_probs(
+    when: str, engine: VLLMRolloutEngine, model: torch.nn.Module, spec: ModelSpec, limit: float
+) -> list[str]:
+    """Of sampled tokens; returns what is wrong where the mean |difference| is above `limit`, or is no number."""
     requests = make_requests(spec, 8, 48)
     completions = engine.generate(requests, SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True))
-    differences = []
+    differences, device = [], next(model.parameters()).device
     for request, completion in zip(requests, completions, strict=True):
-        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device="cuda")
-        logits = model(ids, torch.arange(ids.shape[1], device="cuda")[None], None)
+        ids = torch.tensor([[*request.prompt_ids, *completion.token_ids]], device=device)
+        logits = model(ids, torch.arange(ids.shape[1], device=device)[None], None)
         log_probs = logits[0, :, : spec.shape.vocab_size].float().log_softmax(-1)
         first = len(request.prompt_ids) - 1
         expected = log_probs[first:-1].gather(1, ids[0, first + 1 :, None])[:, 0].tolist()
         differences += [abs(ours - theirs) for ours, theirs in zip(completion.log_probs, expected, strict=True)]
     row(
         f"log-probs against training, {when}",
-        f"mean |Δ| {statistics.mean(differences):.4f}, max {max(differences):.3f}",
+        f"mean |Δ| {(mean := statistics.mean(differences)):.4f}, max {max(differences):.3f}",
     )
+    if mean <= limit:
+        return []
+    return [f"log-probs {when} are on average {mean:.4f} nats off training's; at most {limit:g}"]
 
 
 def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> None:

@@ -6,9 +6,16 @@ from pydantic import Field
 
 from megappo.config.base import Section
 
-CHECK_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest mean difference by the model's type, where none is configured. Rounding alone makes about 1e-6 in float32,
-and 0.025 in bfloat16 (vLLM against Megatron, random weights)."""
+CHECK_LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "fp8": 0.5}
+"""Largest mean difference by the model's type, or that of the rollout's rounded weights, where none is configured.
+Rounding alone makes about 1e-6 in float32, and 0.025 in bfloat16 (vLLM against Megatron, random weights). fp8 (E4M3)
+has 4 bits fewer than bfloat16: weights and inputs of all linear layers rounded to it make 0.19 to 0.25 in a random
+model in which bfloat16 makes 0.02 to 0.03. Weights of another step's are further off: by whole nats there."""
+
+
+def default_check_limit(dtype: str, quantization: str | None) -> float:
+    """The largest mean |difference| of a check's log-probs, in nats, where `hybrid.check_limit` is not set."""
+    return CHECK_LIMITS[quantization or dtype]
 
 
 class HybridConfig(Section):
@@ -23,8 +30,8 @@ class HybridConfig(Section):
     """Steps between checks of the switched weights by log-probs; the first switch is always checked, 0 checks no
     other."""
     check_limit: float | None = Field(None, gt=0)
-    """Largest mean |difference| of log-probs between engine and trainer in a check, in nats; null is 0.001 for float32
-    and 0.1 for bfloat16."""
+    """Largest mean |difference| of log-probs between engine and trainer in a check, in nats; null is 0.001 for float32,
+    0.1 for bfloat16, and 0.5 with `rollout.quantization` fp8."""
 
     @property
     def bucket_bytes(self) -> int:

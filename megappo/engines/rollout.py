@@ -91,7 +91,8 @@ class SyncReport:
 
     `bytes_aliased` are parameters that are the training shard's own memory, `bytes_copied` copies on the device,
     `bytes_sent` and `bytes_received` what went over the wire. `peak_bytes` is the memory beyond parameters that the
-    transfer took at once. Of the `seconds`, waking the engine included, `transfer_seconds` moved weights.
+    transfer took at once. Of the `seconds`, waking the engine included, `transfer_seconds` moved weights;
+    `release_seconds` took the end of the turn before, in which the engine went to sleep.
     """
 
     bytes_aliased: int
@@ -101,19 +102,21 @@ class SyncReport:
     bytes_received: int = 0
     peak_bytes: int = 0
     transfer_seconds: float = 0.0
+    release_seconds: float = 0.0
     held: HeldBytes = HeldBytes()
 
 
 @dataclass(frozen=True, order=True)
 class WorstTensor:
     """A parameter of an engine that is not what training has: its largest |difference|, infinite where it should be the
-    same memory and is not, and its name."""
+    same memory and is not, and its name. `note`: instead of that, why none can be named; the difference is 0 then."""
 
     difference: float
     name: str
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} (off by {self.difference:.3g} at most)"
+        return self.note or f"{self.name} (off by {self.difference:.3g} at most)"
 
 
 Progress = Callable[[int, int], None]

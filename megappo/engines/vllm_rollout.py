@@ -76,17 +76,9 @@ class VLLMRolloutEngine:
         self._eos_ids = tuple(eos_ids)
         self._has_tokenizer = bool(config.stop) or config.multi_turn.enable
         self._seed_per_request = config.seed_per_request
-        self._transfer: WeightTransfer = LoadTransfer(unwrapped(model), spec, mesh)
-        if chosen_way(weights, config.quantization) == "direct":
-            self._transfer = DirectTransfer(
-                unwrapped(model),
-                spec,
-                mesh,
-                self._grid,
-                expert_parallel=uses_expert_parallel(config, mesh, spec),
-                bucket_bytes=bucket_bytes,
-            )
+        self._transfer = self._chosen_transfer(config, spec, mesh, weights, bucket_bytes)
         _log.info("weights go to vLLM %s", self._transfer.description)
+        torch.cuda.empty_cache()  # vLLM does so when it starts: what that frees is not the engine's
         used_before_start = used_bytes()
         with process_state_kept(), self._transfer.starting():
             self._llm: Any = start_engine(
@@ -107,6 +99,22 @@ class VLLMRolloutEngine:
                 used_before_start=used_before_start,
             )
         self._has_turn = False
+        self._release_seconds = 0.0
+
+    def _chosen_transfer(
+        self,
+        config: RolloutConfig,
+        spec: ModelSpec,
+        mesh: Mesh,
+        weights: Literal["auto", "direct", "load"],
+        bucket_bytes: int,
+    ) -> WeightTransfer:
+        stage, expert_parallel = unwrapped(self._wrapped), uses_expert_parallel(config, mesh, spec)
+        if chosen_way(weights, config.quantization) == "load":
+            return LoadTransfer(
+                stage, spec, mesh, self._grid, expert_parallel=expert_parallel, quantization=config.quantization
+            )
+        return DirectTransfer(stage, spec, mesh, self._grid, expert_parallel=expert_parallel, bucket_bytes=bucket_bytes)
 
     @property
     def replicas(self) -> Replicas:
@@ -134,6 +142,7 @@ class VLLMRolloutEngine:
             bytes_sent=moved.sent,
             seconds=time.perf_counter() - start,
             transfer_seconds=transfer_seconds,
+            release_seconds=self._release_seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
             held=self._memory.held,
@@ -148,8 +157,8 @@ class VLLMRolloutEngine:
         return moved, time.perf_counter() - start
 
     def worst_tensor(self) -> WorstTensor | None:
-        """vLLM's parameter that is farthest from the training shards; None where all are equal or vLLM packs them.
-        Every rank of the world calls it, between `sync_weights` and `release`."""
+        """vLLM's parameter that is farthest from the training shards, or why none can be named; None where all are
+        equal. Every rank of the world calls it, between `sync_weights` and `release`."""
         return self._transfer.worst_tensor()
 
     def generate(
@@ -178,8 +187,10 @@ class VLLMRolloutEngine:
     def release(self) -> None:
         """Puts the engine to sleep, which frees its cache, and its weights where they are not training's."""
         self._has_turn = False
+        start = time.perf_counter()
         with process_state_kept():
             self._memory.sleep()
+        self._release_seconds = time.perf_counter() - start
 
     def close(self) -> None:
         """Ends vLLM with its process groups; torch's default group and Megatron's groups stay."""

@@ -171,7 +171,8 @@ def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
         "hybrid/bytes_copied": report.bytes_copied,
     }
     largest = {
-        "hybrid/seconds": report.seconds,
+        "hybrid/seconds": report.transfer_seconds,
+        "hybrid/turn_seconds": report.seconds + report.release_seconds,
         "hybrid/peak_bytes": report.peak_bytes,
         "hybrid/held_asleep_bytes": report.held.asleep,
         "hybrid/held_weights_bytes": report.held.with_weights,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.hybrid import CHECK_LIMITS
+from megappo.config.hybrid import default_check_limit
 from megappo.data.replies import ReplyEncoder
 from megappo.data.tokenizer import Tokenizer
 from megappo.engines.offload import RoleMemory
@@ -116,7 +116,8 @@ def training_sampling(config: ExperimentConfig) -> SamplingParams:
 
 def check_limit(config: ExperimentConfig) -> float:
     """Largest mean |difference| of log-probs between engine and trainer, in nats."""
-    return config.hybrid.check_limit or CHECK_LIMITS[config.model.dtype]
+    quantization = config.rollout.quantization if config.rollout.engine == "vllm" else None
+    return config.hybrid.check_limit or default_check_limit(config.model.dtype, quantization)
 
 
 def _vllm_engine(

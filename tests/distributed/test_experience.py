@@ -135,7 +135,8 @@ def test_tokens_of_the_environment_carry_no_loss(layout: str, results: dict[str,
 def lines(folder: Path, run: str) -> list[dict[str, float]]:
     file = folder / run / "metrics.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    timed = ("time/", "perf/", "hybrid/seconds", "hybrid/peak", "hybrid/held", "rollout/tokens_per_second", "wall_time")
+    timed = ("time/", "perf/", "hybrid/seconds", "hybrid/turn_seconds", "hybrid/peak", "hybrid/held")
+    timed += ("rollout/tokens_per_second", "wall_time")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in found]
 
 

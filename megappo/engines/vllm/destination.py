@@ -67,6 +67,11 @@ class VLLMDestination:
         assert isinstance(parameter, nn.Parameter), f"vLLM's {name} is no parameter any more"
         return parameter
 
+    def module(self, name: str) -> nn.Module:
+        """The module that has this parameter."""
+        self.parameter(name)
+        return self._found[name][0]
+
     def _give_memory(self, name: str, memory: Tensor) -> None:
         """Makes `memory` the parameter's; one without memory so far (on the meta device) is exchanged wherever it is
         used, with the attributes that vLLM has given it."""

@@ -14,6 +14,10 @@ class EngineMemory:
     """The memory of a vLLM engine on this rank. `sleeps` is whether it gives it back between its turns.
 
     On a CPU it does not: vLLM's sleep frees nothing there (0.32.0), so that it is not asked to.
+
+    vLLM frees and takes memory behind torch, and training's own changes between the engine's turns. So what the engine
+    holds when a turn begins is what it held at the end of the last one, and what the device has more or less of by
+    the end of a turn is the engine's. What a sleep does not give back stays in all later numbers.
     """
 
     def __init__(self, llm: Any, *, sleeps: bool, level: int, used_before_start: int) -> None:
@@ -25,33 +29,45 @@ class EngineMemory:
             gc.collect()
             gc.freeze()
             self._llm.sleep(level=level)
-        held = cpu_bytes(llm) if runtime.on_cpu else used_bytes() - used_before_start
-        self._held = HeldBytes(asleep=held, with_weights=held, awake=held)
+        self._now = cpu_bytes(llm) if runtime.on_cpu else used_bytes() - used_before_start
+        self._others = 0
+        self._held = HeldBytes(asleep=self._now, with_weights=self._now, awake=self._now)
 
     @property
     def held(self) -> HeldBytes:
-        """Measured on the device in the last switch: what vLLM frees and takes there is not in torch's numbers."""
+        """Measured in the last switch."""
         return self._held
 
     def sleep(self) -> None:
         if self._sleeps:
             self._llm.sleep(level=self._level)
+        self._now = self._measured()
 
     def wake_weights(self) -> None:
-        with_weights = self._held.asleep + self._wake("weights")
-        self._held = HeldBytes(self._held.asleep, with_weights, with_weights)
+        self._begin_turn()
+        asleep = self._now
+        self._wake("weights")
+        self._now = self._measured()
+        self._held = HeldBytes(asleep, self._now, self._now)
 
     def wake_cache(self) -> None:
-        awake = self._held.with_weights + self._wake("kv_cache")
-        self._held = HeldBytes(self._held.asleep, self._held.with_weights, awake)
+        self._wake("kv_cache")
+        self._now = self._measured()
+        self._held = HeldBytes(self._held.asleep, self._held.with_weights, self._now)
 
-    def _wake(self, part: str) -> int:
-        """Bytes that the part takes."""
-        if not self._sleeps:
-            return 0
-        before = used_bytes()
-        self._llm.wake_up(tags=[part])
-        return used_bytes() - before
+    def _wake(self, part: str) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=[part])
+
+    def _begin_turn(self) -> None:
+        """Everything on the device that is not the engine's at this moment is others', until the turn ends."""
+        if not runtime.on_cpu:
+            if self._sleeps:
+                gc.collect()  # training's garbage, or the coming sleep would collect it, and pass for the engine's
+            self._others = occupied_bytes() - self._now
+
+    def _measured(self) -> int:
+        return cpu_bytes(self._llm) if runtime.on_cpu else occupied_bytes() - self._others
 
 
 def synchronize() -> None:
@@ -66,6 +82,12 @@ def used_bytes() -> int:
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def occupied_bytes() -> int:
+    """`used_bytes` without the blocks that torch keeps for later: a sleep gives those back too, also training's."""
+    statistics = torch.cuda.memory_stats()
+    return used_bytes() - statistics["reserved_bytes.all.current"] + statistics["allocated_bytes.all.current"]
 
 
 def cpu_bytes(llm: Any) -> int:

@@ -11,9 +11,14 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
+from megappo.config.grid import GenerationGrid
 from megappo.engines.hybrid.execute import Moved
+from megappo.engines.hybrid.kinds import Kinds
 from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.rollout import WorstTensor
+from megappo.engines.vllm.environment import has_latent_kernels
+from megappo.engines.vllm.loaded import LoadedWeights
+from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import ConfigError
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
@@ -40,7 +45,8 @@ class WeightTransfer(Protocol):
         ...
 
     def worst_tensor(self) -> WorstTensor | None:
-        """The engine's parameter that is farthest from the training shards; None where none is, or none can be read."""
+        """The engine's parameter that is farthest from the training shards, or a note why none can be named; None where
+        all are equal. Every rank of the world calls it together, after `transfer`."""
         ...
 
     def load(self, vllm_model: nn.Module) -> None:
@@ -56,24 +62,60 @@ class WeightTransfer(Protocol):
 class LoadTransfer:
     """Streams whole tensors through vLLM's loader, which cuts, packs and quantises them as it always does.
 
-    `stage` is this rank's training stage, a GPTModel.
+    `stage` is this rank's training stage, a GPTModel. What vLLM has of them over `grid` afterwards is compared by
+    `worst_tensor` alone; `expert_parallel` is whether it spreads whole experts, `quantization` what it rounds them to.
     """
 
     sleep_level: SleepLevel = 2
     description = "through its own loader, tensor by tensor"
 
-    def __init__(self, stage: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        stage: nn.Module,
+        spec: ModelSpec,
+        mesh: Mesh,
+        grid: GenerationGrid,
+        *,
+        expert_parallel: bool,
+        quantization: str | None,
+    ) -> None:
         self._stage = stage
         self._spec = spec
         self._mesh = mesh
+        self._grid = grid
+        self._expert_parallel = expert_parallel
+        self._quantization = quantization
         self._weight_bytes = 0
+        self._vllm_model: nn.Module | None = None
 
     def starting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def worst_tensor(self) -> WorstTensor | None:
-        """Never: vLLM may have packed or quantised what it was given."""
-        return None
+        """Streams all tensors once more. Rounded ones are not compared, which the answer's note says."""
+        assert self._vllm_model is not None, "nothing was transferred yet"
+        if self._quantization is not None:
+            note = (
+                f"none can be named, for rollout.quantization {self._quantization} rounds them; leave it out in a run "
+                "that should name it, or raise hybrid.check_limit where rounding alone is as large"
+            )
+            return WorstTensor(0.0, "", note)
+        kinds = Kinds.of(self._spec.family.weight_map(self._spec.shape, "lm"))
+        targets = VLLMTargets(
+            kinds,
+            self._spec.shape,
+            self._grid,
+            expert_parallel=self._expert_parallel,
+            latent_kernels=has_latent_kernels(),
+        )
+        loaded = LoadedWeights(
+            self._vllm_model,
+            targets.of(self._mesh.rank),
+            self._mesh.device,
+            tied=self._spec.shape.tied,
+            packs_experts=runtime.on_cpu,
+        )
+        return loaded.worst(hf_tensors(self._stage, self._spec, self._mesh, Moved()))
 
     def load(self, vllm_model: nn.Module) -> None:
         vllm_model.load_weights(hf_tensors(self._stage, self._spec, self._mesh, Moved()))  # type: ignore[operator]
@@ -82,6 +124,7 @@ class LoadTransfer:
 
     def transfer(self, vllm_model: nn.Module, worker: Any) -> Moved:
         """Streams the whole tensors, one at a time, through vLLM's loader. All ranks call it."""
+        self._vllm_model = vllm_model
         for module in vllm_model.modules():
             # Otherwise vLLM takes the experts for laid out already, and computes with wrong ones (0.32.0).
             if hasattr(getattr(module, "quant_method", None), "moe_kernel"):

@@ -135,6 +135,8 @@ def switch_metrics(mesh: Mesh) -> dict[str, float]:
         bytes_sent=sent,
         bytes_received=received,
         seconds=factor / 4,
+        transfer_seconds=factor / 8,
+        release_seconds=factor / 16,
         peak_bytes=peak,
         held=HeldBytes(asleep, weights, awake),
     )

@@ -58,6 +58,7 @@ def switched(folder: Path, mesh: Mesh, weights: Literal["auto", "load", "direct"
         "imported": imported,
         "stale": on.difference(first),
         "update": on.difference(on.generate(GREEDY)),
+        "worst tensor": str(on.engine.worst_tensor()),
         "aliased": report.bytes_aliased,
         "copied": report.bytes_copied,
         "weight bytes": sum(parameter.nbytes for parameter in on.model.parameters()),

@@ -1,0 +1,135 @@
+"""The benchmark of vLLM, without a GPU: what makes it fail, and in which words."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megappo.config.grid import GenerationGrid, TrainingGrid
+from megappo.engines.hybrid.kinds import Kinds
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.rollout import Completion, Replicas, SyncReport
+from megappo.engines.vllm.direct import DirectTransfer
+from megappo.engines.vllm.targets import VLLMTargets
+from megappo.models.families import FAMILIES
+from megappo.models.families.published import PUBLISHED
+from tests.support.tools import load_tool
+
+bench = load_tool("bench_vllm")
+VOCABULARY = 4000
+
+
+class Uniform(nn.Module):
+    """A model to which every token is as probable as any other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: None) -> Tensor:
+        return torch.zeros(*ids.shape, VOCABULARY)
+
+
+def engine_saying(log_prob: float) -> Any:
+    def generate(requests: list[Any], sampling: Any) -> list[Completion]:
+        return [Completion((5, 6), (log_prob, log_prob), "", "length") for _ in requests]
+
+    return SimpleNamespace(generate=generate)
+
+
+SPEC: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=VOCABULARY, latent=None))
+
+
+@pytest.mark.parametrize(
+    ("off", "problems"),
+    [
+        (0.09, []),
+        (0.11, ["log-probs as built are on average 0.1100 nats off training's; at most 0.1"]),
+        (math.nan, ["log-probs as built are on average nan nats off training's; at most 0.1"]),
+    ],
+)
+def test_log_probs_that_are_off_are_a_problem(off: float, problems: list[str]) -> None:
+    engine = engine_saying(-math.log(VOCABULARY) + off)
+    assert bench.compare_log_probs("as built", engine, Uniform(), SPEC, 0.1) == problems
+
+
+def direct_engine() -> tuple[Any, int]:
+    """An engine with the plan of one rank for a small model, and the bytes of its parameters."""
+    config = PUBLISHED["tiny-qwen3"]
+    family = FAMILIES[config["model_type"]]
+    shape = family.shape(config)
+    kinds = Kinds.of(family.weight_map(shape, "lm"))
+    training = TrainingGrid()
+    transfer = object.__new__(DirectTransfer)
+    transfer.planner = Planner(
+        kinds, training, VLLMTargets(kinds, shape, GenerationGrid(training, 1), expert_parallel=False),
+        layers_of_stages=[4], element_bytes=2, bucket_bytes=1 << 20, generation_tp=1,
+    )  # fmt: skip
+    # By hand: an embedding of 1000 rows, padded to 1024, that is the head too; in each of 4 layers 8 + 4 + 4 heads of
+    # 32 rows, the output's 8 · 32 columns, three matrices of 256, two norms, and those of q and k; the last norm.
+    layer = (16 * 32 + 8 * 32 + 3 * 256) * 128 + 2 * 128 + 2 * 32
+    return SimpleNamespace(_transfer=transfer, replicas=Replicas(((0,),))), 2 * (1024 * 128 + 4 * layer + 128)
+
+
+def report(aliased: int, copied: int, received: int = 0, sent: int = 0) -> SyncReport:
+    return SyncReport(aliased, copied, sent, seconds=1.0, bytes_received=received)
+
+
+def test_bytes_that_are_not_the_formulas_are_a_problem() -> None:
+    engine, weights = direct_engine()
+    assert bench.byte_problems(report(weights - 100, 100), engine, SPEC, weights) == []
+    (missing,) = bench.byte_problems(report(weights - 100, 98), engine, SPEC, weights)
+    assert missing == (
+        f"the engine has {weights - 2:,} bytes of weights ({weights - 100:,} aliased, 98 copied, 0 received); by "
+        f"formula {weights:,}"
+    )
+    (moved,) = bench.byte_problems(report(weights - 8, 0, received=8, sent=8), engine, SPEC, weights)
+    assert moved == "8 bytes were received and 8 sent; by formula 0"
+
+
+def test_a_loader_on_one_rank_receives_nothing() -> None:
+    engine: Any = SimpleNamespace(_transfer=object())
+    assert bench.byte_problems(report(0, 50), engine, SPEC, 100) == []
+    assert bench.byte_problems(report(0, 50, sent=3), engine, SPEC, 100) == [
+        "0 bytes were received and 3 sent; by formula 0"
+    ]
+
+
+def test_problems_end_it_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(bench, "bench", lambda options, folder: list(found))
+    assert bench.main(["--shape", "tiny-qwen3"]) == 0
+    found.append("log-probs are off")
+    assert bench.main(["--shape", "tiny-qwen3"]) == 1
+    assert capsys.readouterr().err == "bench_vllm.py: WRONG: log-probs are off\n"
+
+
+def test_a_bench_collects_what_is_wrong_at_every_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One switch as built and one after the update, each compared by bytes and log-probs; fp8 by its own limit."""
+    limits: list[float] = []
+    engine = SimpleNamespace(sync_weights=lambda: report(1, 1), release=lambda: None, close=lambda: None, replicas=None)
+    replaced: dict[str, Any] = {
+        "start_mesh": lambda *rest, **also: None, "read_model": lambda folder: SPEC_OF_LAYERS,
+        "random_model": lambda *rest: Uniform(), "VLLMRolloutEngine": lambda *rest, **also: engine,
+        "time_turns": lambda *rest: None, "time_stream": lambda *rest: None, "used_bytes": lambda: 0,
+        "byte_problems": lambda *rest: ["bytes"],
+        "compare_log_probs": lambda when, engine, model, spec, limit: limits.append(limit) or [when],
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(bench, name, value)
+    options = {
+        "shape": "tiny-qwen3", "dtype": "bfloat16", "utilization": 0.3, "eager": True, "quantization": "fp8",
+        "cycles": 1, "no_stock": True,
+    }  # fmt: skip
+    import argparse
+
+    found = bench.bench(argparse.Namespace(**options), tmp_path)
+    assert found == ["bytes", "as built", "bytes", "after an update in place"]
+    assert limits == [0.5, 0.5]
+
+
+SPEC_OF_LAYERS: Any = SimpleNamespace(shape=SimpleNamespace(num_layers=4, vocab_size=VOCABULARY, latent=None))
