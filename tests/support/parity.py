@@ -66,16 +66,17 @@ class Runs:
     models: dict[str, Path]
     metrics: dict[str, list[dict[str, Any]]]
 
-    def gradients(self, name: str, role: str) -> Difference:
-        return largest_difference(self.folder / name / f"{role}-gradients", self.folder / "one" / f"{role}-gradients")
+    def gradients(self, name: str, role: str, reference: str = "one") -> Difference:
+        ours, one = (self.folder / run / f"{role}-gradients" for run in (name, reference))
+        return largest_difference(ours, one)
 
-    def changes(self, name: str, role: str) -> Difference:
-        ours, one = (self.folder / run / f"{role}-weights" for run in (name, "one"))
+    def changes(self, name: str, role: str, reference: str = "one") -> Difference:
+        ours, one = (self.folder / run / f"{role}-weights" for run in (name, reference))
         return largest_difference(ours, one, origin=self.models[role])
 
-    def gradient_norms(self, name: str) -> float:
+    def gradient_norms(self, name: str, reference: str = "one") -> float:
         """Largest relative difference of a step's gradient norms, which clipping divides by."""
-        return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0)
+        return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0, reference=reference)
 
     def losses(self, name: str, reference: str = "one") -> float:
         """Largest difference of a step's actor, critic or KL loss, relative to max(|loss|, 1)."""
