@@ -58,7 +58,9 @@ SLOW_TWO_RANKS = {"tp2-sp-etp2-allgather": f"{SP},layout.etp=2,model.moe.dispatc
 SLOW_FOUR_RANKS = {
     "tp2-sp-dp2-ep2-etp2-balance": f"{SP},layout.ep=2,layout.etp=2,{BALANCE}",
     "pp2-ep2-balance": f"layout.pp=2,layout.ep=2,{BALANCE}",
-    "tp2-sp-dp2-ep2-etp2-allgather": f"{SP},layout.ep=2,layout.etp=2,model.moe.dispatcher=allgather",
+    "tp4-sp-ep2-etp2-allgather": (
+        "layout.tp=4,layout.sequence_parallel=true,layout.ep=2,layout.etp=2,model.moe.dispatcher=allgather"
+    ),
 }
 SLOW_LAYOUTS = [*SLOW_TWO_RANKS, *SLOW_FOUR_RANKS]
 LAYOUTS = ["sequential", *TWO_RANKS, *FOUR_RANKS]
