@@ -1,4 +1,4 @@
-"""The rows of tests/gpu/test_many_gpus.py, which machines without GPUs can't run: they are the settings that they say."""
+"""The rows of tests/gpu/test_many_gpus.py, which need GPUs to be run, are the settings that their names say."""
 
 from pathlib import Path
 
