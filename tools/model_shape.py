@@ -39,7 +39,11 @@ def read_shape(name: str, layers: int | None = None) -> ModelSpec:
             f"--shape: {name}: model_type {model_type!r} is none of {', '.join(sorted(FAMILIES))}; give a model of one "
             f"of these, or one of {', '.join(PUBLISHED)}"
         )
-    return ModelSpec(family, family.shape(config), folder, config)
+    try:
+        shape = family.shape(config)
+    except ConfigError as error:
+        raise ConfigError(f"--shape: {name}: {error}") from error
+    return ModelSpec(family, shape, folder, config)
 
 
 def _read(name: str, file: Path) -> Mapping[str, Any]:

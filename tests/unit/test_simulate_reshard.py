@@ -64,6 +64,7 @@ def test_the_worst_rank_over_the_mean_by_hand(capsys: pytest.CaptureFixture[str]
     [
         ('{"model_type": "mamba"}', "model_type 'mamba' is none of deepseek_v2, deepseek_v3, gemma2, "),
         ("{}", "has no model_type; give the config.json of a Hugging Face model, whose model_type is one of deepseek"),
+        ('{"model_type": "llama"}', "num_attention_heads is missing"),
         ('{"model_type": "llama"', "config.json: not JSON ("),
         ("[]", "config.json: no JSON object; give the config.json of a Hugging Face model"),
     ],
