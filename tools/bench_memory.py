@@ -5,8 +5,9 @@
 
 Random weights of a published shape, prompts of random tokens, one rank. Every case is a run of its own, and shows the
 `memory/<phase>/peak` of its last step; where one does not fit, fails, or takes longer than `--limit`, the table says
-so, and the others go on.
+so, and the others go on. Cases of smaller optimizer states need Transformer Engine, and are left out without it.
 Without a GPU there is no peak by phase: then the table has the resident memory of the whole run.
+The columns are those of the table in docs/memory.md, and two more.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import limited  # beside this file
@@ -22,15 +24,23 @@ import random_run
 from megappo.models.families.published import PUBLISHED
 
 PHASES = ("rollout", "old_log_probs", "ref_log_probs", "values", "update_critic", "update_actor")
-COLUMNS = (*PHASES, "whole run", "on the host", "s/step")
+COLUMNS = (*PHASES, "host", "s/step", "whole run")
 RECOMPUTE = ["model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1"]
 OPTIMIZERS = ["actor.offload.optimizer=true", "critic.offload.optimizer=true"]
-OFFLOAD = [
-    *OPTIMIZERS, "actor.offload.grads=true", "critic.offload.grads=true", "critic.offload.params=true",
-    "ref.offload.params=true",
-]  # fmt: skip
+GRADS = ["actor.offload.grads=true", "critic.offload.grads=true"]
+REFERENCE = ["ref.offload.params=true"]
+OFFLOAD = [*OPTIMIZERS, *GRADS, "critic.offload.params=true", *REFERENCE]
 LORA = ["model.lora.rank=32", "critic.lora.rank=32"]
 NO_CRITIC = ["algorithm.adv_estimator=grpo"]
+
+
+def of_both(*settings: str) -> list[str]:
+    """Settings of the optimizers of actor and critic."""
+    return [f"{role}.optim.{setting}" for role in ("actor", "critic") for setting in settings]
+
+
+BF16_MOMENTS = ["use_precision_aware_optimizer=true", "exp_avg_dtype=bfloat16", "exp_avg_sq_dtype=bfloat16"]
+BF16_GRADS = ["grad_reduce_in_fp32=false"]
 CASES: dict[str, list[str]] = {
     "plain": [],
     "selective": ["model.recompute_granularity=selective", "model.recompute_modules=[core_attn,{mlp}]"],
@@ -38,6 +48,12 @@ CASES: dict[str, list[str]] = {
     "offload-optimizer": OPTIMIZERS,
     "offload": OFFLOAD,
     "recompute-offload": [*RECOMPUTE, *OFFLOAD],
+    "offload-grads": GRADS,
+    "offload-params": ["actor.offload.params=true", "critic.offload.params=true"],
+    "offload-ref": REFERENCE,
+    "bf16-grads": of_both(*BF16_GRADS),
+    "bf16-moments": of_both(*BF16_MOMENTS),
+    "bf16-moments-grads": of_both(*BF16_MOMENTS, *BF16_GRADS, "main_grads_dtype=bfloat16"),
     "no-critic": NO_CRITIC,
     "no-critic-recompute-offload": [*NO_CRITIC, *RECOMPUTE, *OFFLOAD],
     "lora": LORA,
@@ -47,6 +63,7 @@ CASES: dict[str, list[str]] = {
     "lora-no-critic-recompute-offload": [*LORA, *NO_CRITIC, *RECOMPUTE, *OFFLOAD],
 }
 """Name → settings; {mlp} is `moe` for a shape with experts. Norms stay: Transformer Engine's don't stand alone."""
+NEED_TRANSFORMER_ENGINE = ("bf16-moments", "bf16-moments-grads")
 NOT_ENOUGH = "OutOfMemoryError"
 FAILED = "failed"
 CUT_OFF = "cut off"
@@ -64,17 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every case")
     options = parser.parse_args(arguments)
     print(f"{options.shape}, {options.prompts * 2} sequences of {sum(options.lengths)} tokens, GiB")
-    print("| case | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|", flush=True)
+    print("| shape, case | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|", flush=True)
     limited.end_on_sigterm()
     failures = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.out or Path(scratch)
         file = random_run.write_experiment(folder, options)
         for case in options.cases:
-            words = [*settings(case, options.shape), *options.overrides]
-            figures = measure(file, folder / case, words, options.limit)
+            figures: dict[str, float] | str = "needs Transformer Engine, which is not installed"
+            if case not in NEED_TRANSFORMER_ENGINE or find_spec("transformer_engine_torch") is not None:
+                words = [*settings(case, options.shape), *options.overrides]
+                figures = measure(file, folder / case, words, options.limit)
             failures += figures in (FAILED, CUT_OFF)
-            print(row(case, figures), flush=True)
+            # As in the docs' table: the shape stands in its first row alone.
+            print(row(f"{options.shape}, {case}" if case == options.cases[0] else case, figures), flush=True)
     return min(failures, 1)
 
 
@@ -104,17 +124,18 @@ def measure(
 
 
 def row(case: str, figures: Mapping[str, float] | str) -> str:
-    """Of a case: the peak of each phase, the peak of the run, what waits on the host, seconds of the step."""
+    """Of a case: the peak of each phase, what waits on the host, seconds of the step, the peak of the run."""
     if isinstance(figures, str):
         return f"| {case} | {figures} |" + " |" * (len(COLUMNS) - 1)
     host = max((value for name, value in figures.items() if name.endswith("/host")), default=0.0)
     cells = [gib(figures.get(f"memory/{phase}/peak")) for phase in PHASES]
-    cells += [gib(figures["perf/peak_memory_bytes"]), gib(host), f"{figures['time/step']:.1f}"]
+    cells += [gib(host), f"{figures['time/step']:.1f}", gib(figures["perf/peak_memory_bytes"])]
     return f"| {case} | " + " | ".join(cells) + " |"
 
 
 def gib(count: float | None) -> str:
-    return "-" if count is None else f"{count / 2**30:.2f}"
+    """Nothing for a phase that is not there."""
+    return "" if count is None else f"{count / 2**30:.1f}" if count else "0"
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=6, help="steps of each layout, the first of them not counted")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="end a layout that takes longer, its start too")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep runs and logs; finished ones are not rerun")
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="also the means of these, by layout")
     parser.add_argument("--each-step", action="store_true", help="also what each step took and held")
     parser.add_argument("--flat-mib", type=float, metavar="MIB", help="fail where a step holds more than the second")
     parser.add_argument("overrides", nargs="*", help="a.b=c, given to every run")
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results[layout] = run_layout(options, layout, folder)
         finally:  # also where a signal ends it: what is there is told
             print_table(results)
+            print_metrics(results, options.metrics)
             if options.each_step:
                 print_steps(results)
             if options.flat_mib is not None:
@@ -192,6 +194,17 @@ def ratio(table: Mapping[str, Mapping[str, float]], layout: str) -> str:
     """A layout's speed against that of the first one."""
     first = next(iter(table.values()))[SPEED]
     return f"{table[layout][SPEED] / first:.2f} of it" if first else "-"
+
+
+def print_metrics(results: Mapping[str, Result], names: Sequence[str]) -> None:
+    """One line a layout: the mean of each metric over the steps that have it."""
+    for layout, result in results.items():
+        values = {name: [step[name] for step in result.steps if name in step] for name in names}
+        parts = [
+            f"{name} {sum(each) / len(each):.4g}" if each else f"{name} in no step" for name, each in values.items()
+        ]
+        if parts:
+            print(f"summary: {layout} {', '.join(parts)}")
 
 
 def held(line: Mapping[str, float]) -> list[str]:

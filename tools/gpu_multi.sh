@@ -15,6 +15,8 @@
 #   switch  weights from training to generation layouts            single  what step, lora and learn need of one GPU, side by side
 #   step    whole steps of SHAPE, all weights                      lora    whole steps of LORA_SHAPE, adapters
 #   vllm    ten steps with vLLM, CUDA graphs, sleep and wake       learn   GSM8K on one GPU, on DP N and on PP N
+#   experts steps of qwen3-30b-a3b's shape, 12 layers and 16 experts, at EP 2 in both engines: vLLM with CUDA graphs, and
+#           where that fails (which counts as a failure) without them
 #
 # A part that fails is told in the table, with the end of its log; the others go on. Parts of earlier calls stay in the table,
 # and finished runs of one GPU are not repeated. The exit code is the number of this call's failures.
@@ -31,10 +33,10 @@ model="${MODEL:-models/smollm2}"
 data="${DATA:-data/gsm8k}"
 num_steps="${STEPS:-20}"
 learned="$out/learn-$num_steps-steps"
-all_parts="parity lost switch single step lora vllm learn"
+all_parts="parity lost switch single step lora vllm experts learn"
 parts="${PARTS:-$all_parts}"
 # The order of the table.
-sections="parity lost switch switch-experts step-one lora-one learn-one step lora vllm learn-dp learn-pp learn"
+sections="parity lost switch switch-experts step-one lora-one learn-one step lora vllm experts experts-eager learn-dp learn-pp learn"
 for part in $parts; do
     if [[ " $all_parts " != *" $part "* ]]; then
         echo "gpu_multi.sh: PARTS: there is no part $part; there are: $all_parts" >&2
@@ -148,6 +150,15 @@ steps() { # steps NAME FOLDER SHAPE LAYOUT … [-- OVERRIDE …]
 }
 lora=(-- model.lora.rank=32 algorithm.adv_estimator=grpo)
 
+experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatever number of GPUs there is
+    local name="$1"
+    shift
+    run "$name" "$python" tools/bench_step.py --shape qwen3-30b-a3b --experts 16 --layers 12 --steps 3 --out "$out/$name" \
+        --limit "$((limit * 9 / 10))" --each-step \
+        --metrics hybrid/bytes_aliased hybrid/bytes_copied hybrid/probe_diff_mean rollout/log_prob_diff_mean \
+        --layouts "ep=2,dp=$gpus" model.experts=grouped rollout.engine=vllm rollout.tensor_model_parallel_size=2 "$@"
+}
+
 learn() { # learn NAME SIZES [OVERRIDE …]: one run on GSM8K
     local name="$1" sizes="$2" words=() size
     shift 2
@@ -183,6 +194,10 @@ asked step && steps step step "$shape" tp=1 "${layouts[@]}"
 asked lora && steps lora lora "$lora_shape" tp=1 "${layouts[@]}" "${lora[@]}"
 asked vllm && run vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --prompts 32 --out "$out/vllm" --layouts "$vllm_layout" --each-step \
     --flat-mib 64 rollout.engine=vllm rollout.gpu_memory_utilization=0.4
+if asked experts; then
+    experts experts
+    [[ ! -e "$out/experts.failed" ]] || experts experts-eager rollout.enforce_eager=true
+fi
 if asked learn && ! can_learn; then
     printf '| learn | 0 | - | not run: %s or %s is missing (README, "A real model") |\n' "$model" "$data" >"$out/learn.row"
     touch "$out/learn.failed"

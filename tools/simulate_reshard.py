@@ -9,12 +9,12 @@ and what ranks send has to be what others receive. `--every N` checks every N-th
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+
+import model_shape  # beside this file
 
 from megappo.config.grid import GenerationGrid, TrainingGrid
 from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
@@ -26,10 +26,6 @@ from megappo.engines.hybrid.targets import EngineTargets, NativeTargets
 from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.engines.vllm.targets import VLLMTargets
 from megappo.errors import UserError
-from megappo.models.families import FAMILIES
-from megappo.models.families.base import ModelShape
-from megappo.models.families.published import PUBLISHED
-from megappo.models.weight_map import WeightMap
 
 BFLOAT16 = 2
 
@@ -48,7 +44,7 @@ class Totals:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", required=True, help=f"config.json, its folder, or one of {', '.join(PUBLISHED)}")
+    parser.add_argument("--shape", required=True, help=model_shape.HELP)
     parser.add_argument("--train", required=True, type=parse_layout, help="p-t-d, p-t-d@epN or p-t-d@epN,etpM")
     parser.add_argument("--generate", required=True, type=int, help="ranks of a generation replica")
     parser.add_argument("--engine", choices=("native", "vllm"), default="native", help="whose parameters they become")
@@ -67,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_planner(options: argparse.Namespace) -> tuple[Planner, GenerationGrid]:
     """The plan of the layouts that were asked for. Raises UserError where they can't be."""
-    shape, weight_map = read_shape(options.shape)
+    spec = model_shape.read_shape(options.shape)
+    shape = spec.shape
     training: TrainingGrid = options.train
     grid = GenerationGrid(training, options.generate)
-    kinds = Kinds.of(weight_map)
+    kinds = Kinds.of(spec.family.weight_map(shape, "lm"))
     targets: EngineTargets = NativeTargets(kinds, grid)
     if options.engine == "vllm":
         targets = VLLMTargets(kinds, shape, grid, expert_parallel=training.ep > 1)
@@ -84,21 +81,6 @@ def make_planner(options: argparse.Namespace) -> tuple[Planner, GenerationGrid]:
         generation_tp=grid.tp,
     )
     return planner, grid
-
-
-def read_shape(name: str) -> tuple[ModelShape, WeightMap]:
-    config = PUBLISHED.get(name)
-    if config is None:
-        path = Path(name)
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
-            raise UserError(f"--shape: {name}: no such file; give a config.json, or one of {', '.join(PUBLISHED)}")
-        config = json.loads(file.read_text())
-    family = FAMILIES.get(config["model_type"])
-    if family is None:
-        raise UserError(f"--shape: model_type {config['model_type']!r} is none of {', '.joinFAMILIES}")
-    shape = family.shape(config)
-    return shape, family.weight_map(shape, "lm")
 
 
 def simulate(planner: Planner, every: int) -> Totals:

@@ -1,5 +1,8 @@
 """Every layout makes the one-rank optimizer steps: gradients, losses and weights of three PPO steps, in float32."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import pytest
 
 from tests.support.parity import OVERLAP, Runs, parity_runs, read_folder
@@ -61,20 +64,39 @@ FOUR_RANKS = {
     ),
     "cp2-tp2-sp": "layout.cp=2,layout.tp=2,layout.sequence_parallel=true",
 }
+EIGHT_RANKS = {"tp2-pp2-dp2": "layout.tp=2,layout.pp=2"}
+# Of three layers, which two stages can't share equally: one and two, two and one.
+UNEQUAL_STAGES = {
+    "pp2-last": "layout.pp=2,layout.num_layers_in_last_pipeline_stage=2",
+    "pp2-embedding": "layout.pp=2,layout.account_for_embedding_in_pipeline_split=true",
+    "pp2-output": "layout.pp=2,layout.account_for_loss_in_pipeline_split=true",
+}
 BROKEN = {"tp2+sp-norm": TWO_RANKS["tp2-sp"], "pp2+tied-embedding": VIRTUAL}
 LAYOUTS = [*list(ONE_RANK)[1:], *TWO_RANKS, *FOUR_RANKS]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("parity")
+    return of_models(tmp_path_factory.mktemp("parity"), 4, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
+    """By the run's name."""
+    one, found = {"one": ""}, {}
+    for num_layers, num_ranks, named in ((4, 8, EIGHT_RANKS), (3, 2, UNEQUAL_STAGES)):
+        runs = of_models(tmp_path_factory.mktemp("parity"), num_layers, {1: one, num_ranks: named})
+        found |= dict.fromkeys(named, runs)
+    return found
+
+
+def of_models(folder: Path, num_layers: int, layouts: Mapping[int, Mapping[str, str]]) -> Runs:
     # Tied: a pipeline has two copies of the embedding. A value head: the critic's body has a gradient at once.
-    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=4))
+    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=num_layers))
     # Of a family with a window, soft caps, and norms and scales of its own, all of which have gradients.
-    critic = tiny_tokenizer(
-        tiny_model(folder / "critic", "gemma2", num_layers=4, value_head=True, seed=1, **VARIED_SETTINGS["gemma2"])
-    )
-    return parity_runs(folder, actor, critic, {1: ONE_RANK, 2: TWO_RANKS | BROKEN, 4: FOUR_RANKS})
+    settings = VARIED_SETTINGS["gemma2"]
+    critic = tiny_model(folder / "critic", "gemma2", num_layers=num_layers, value_head=True, seed=1, **settings)
+    return parity_runs(folder, actor, tiny_tokenizer(critic), layouts)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -94,6 +116,17 @@ def test_losses_of_all_steps_equal_one_rank(runs: Runs, name: str) -> None:
 def test_weights_after_three_steps_moved_as_on_one_rank(runs: Runs, name: str, role: str) -> None:
     worst = runs.changes(name, role)
     assert worst.relative <= WEIGHT_LIMIT, worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*EIGHT_RANKS, *UNEQUAL_STAGES])
+def test_all_three_dimensions_and_unequal_stages_make_the_one_rank_steps(slow_runs: dict[str, Runs], name: str) -> None:
+    runs = slow_runs[name]
+    for role in ("actor", "critic"):
+        gradients, changes = runs.gradients(name, role), runs.changes(name, role)
+        assert gradients.relative <= GRADIENT_LIMIT, gradients
+        assert changes.relative <= WEIGHT_LIMIT, changes
+    assert runs.losses(name) <= LOSS_LIMIT
 
 
 def test_a_dropped_reduction_of_norm_weights_under_sequence_parallelism_is_seen(runs: Runs) -> None:

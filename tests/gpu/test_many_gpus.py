@@ -6,19 +6,23 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megappo.errors import ExitCode
+from megappo.parallel import runtime
 from tests.support.parity import OVERLAP, Runs, parity_runs
 from tests.support.runs import Running, learning, succeed, write_run_experiment
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs on this machine"),
 ]
+
+has_te = pytest.mark.skipif(not runtime.has_transformer_engine(), reason="Transformer Engine is not installed")
 
 SP = "layout.tp=2,layout.sequence_parallel=true"
 PP = "layout.pp=2"
@@ -74,29 +78,51 @@ EXPERT_LAYOUTS = {
 # The most that there are layouts for; CUDA_VISIBLE_DEVICES gives the smaller sizes.
 SIZE = max((size for size in LAYOUTS if size <= torch.cuda.device_count()), default=2)
 HALF = "model.dtype=bfloat16"
+# Actor and critic of the runs, by kind: family and settings.
+MODELS: dict[str, dict[str, tuple[FamilyName, dict[str, Any]]]] = {
+    "dense": {"actor": ("qwen3", {"tied": True}), "critic": ("llama", {"value_head": True, "seed": 1})},
+    "experts": {
+        "actor": ("qwen2_moe", {"tied": True}),
+        "critic": ("qwen2_moe", {"tied": True, "value_head": True, "seed": 1}),
+    },
+}
+# Transformer Engine's kernels want heads and experts of usual sizes: wider models of the same kinds.
+TE_SIZES: dict[str, dict[str, Any]] = {"dense": {"hidden_size": 256, "num_kv_heads": 4}}
+TE_SIZES["experts"] = TE_SIZES["dense"] | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 
 
-def both_types(layouts: dict[str, str]) -> dict[str, str]:
-    """Each layout in float32 and, as NAME-bf16, in bfloat16."""
-    rounded = {f"{name}-bf16": ",".join(filter(None, [text, HALF])) for name, text in layouts.items()}
-    return layouts | rounded
+def rows(layouts: dict[str, str], folder: Path, *, with_te: bool) -> dict[str, str]:
+    """Each layout in float32, as NAME-bf16 in bfloat16, both with torch's layers; and as NAME-te in bfloat16 with
+    Transformer Engine's, of the models in `folder`, where there is that."""
+    kinds = {"": "", "-bf16": HALF}
+    if with_te:
+        kinds["-te"] = f"{HALF},model.layers=te,model.path={folder / 'te-actor'},critic.path={folder / 'te-critic'}"
+    return {
+        name + kind: ",".join(filter(None, [text, settings]))
+        for kind, settings in kinds.items()
+        for name, text in layouts.items()
+    }
+
+
+def made_runs(folder: Path, kind: str, layouts: dict[str, str]) -> Runs:
+    """All rows of the layouts, and one GPU's, in one start of ranks for each number of them."""
+    for role, (family, settings) in MODELS[kind].items():
+        tiny_tokenizer(tiny_model(folder / role, family, num_layers=2, **settings))
+        tiny_tokenizer(tiny_model(folder / f"te-{role}", family, num_layers=2, **settings, **TE_SIZES[kind]))
+    with_te = runtime.has_transformer_engine()
+    wide = {1: rows({"one": ""}, folder, with_te=with_te), SIZE: rows(layouts, folder, with_te=with_te)}
+    others = {name: "one-te" for named in wide.values() for name in named if name.endswith("-te")}
+    return parity_runs(folder, folder / "actor", folder / "critic", wide, others)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("dense")
-    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen3", tied=True, num_layers=2))
-    critic = tiny_tokenizer(tiny_model(folder / "critic", "llama", num_layers=2, value_head=True, seed=1))
-    return parity_runs(folder, actor, critic, {1: both_types({"one": ""}), SIZE: both_types(LAYOUTS[SIZE])})
+    return made_runs(tmp_path_factory.mktemp("dense"), "dense", LAYOUTS[SIZE])
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp("experts")
-    actor = tiny_tokenizer(tiny_model(folder / "actor", "qwen2_moe", tied=True))
-    critic = tiny_tokenizer(tiny_model(folder / "critic", "qwen2_moe", tied=True, value_head=True, seed=1))
-    layouts = {1: both_types({"one": ""}), SIZE: both_types(EXPERT_LAYOUTS[SIZE])}
-    return parity_runs(folder, actor, critic, layouts)
+    return made_runs(tmp_path_factory.mktemp("experts"), "experts", EXPERT_LAYOUTS[SIZE])
 
 
 def check(runs: Runs, name: str) -> None:
@@ -116,6 +142,18 @@ def test_dense_steps_equal_one_gpus(dense: Runs, name: str) -> None:
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS[SIZE])
 def test_steps_with_experts_equal_one_gpus(experts: Runs, name: str) -> None:
     check(experts, name)
+
+
+@has_te
+@pytest.mark.parametrize("name", LAYOUTS[SIZE])
+def test_dense_steps_of_transformer_engines_layers_equal_one_gpus(dense: Runs, name: str) -> None:
+    assert dense.losses(f"{name}-te", reference="one-te") <= 0.01
+
+
+@has_te
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS[SIZE])
+def test_steps_with_experts_of_transformer_engines_layers_equal_one_gpus(experts: Runs, name: str) -> None:
+    assert experts.losses(f"{name}-te", reference="one-te") <= 0.01
 
 
 # Minibatches of four sequences: four data-parallel ranks at most.

@@ -66,16 +66,17 @@ class Runs:
     models: dict[str, Path]
     metrics: dict[str, list[dict[str, Any]]]
 
-    def gradients(self, name: str, role: str) -> Difference:
-        return largest_difference(self.folder / name / f"{role}-gradients", self.folder / "one" / f"{role}-gradients")
+    def gradients(self, name: str, role: str, reference: str = "one") -> Difference:
+        ours, one = (self.folder / run / f"{role}-gradients" for run in (name, reference))
+        return largest_difference(ours, one)
 
-    def changes(self, name: str, role: str) -> Difference:
-        ours, one = (self.folder / run / f"{role}-weights" for run in (name, "one"))
+    def changes(self, name: str, role: str, reference: str = "one") -> Difference:
+        ours, one = (self.folder / run / f"{role}-weights" for run in (name, reference))
         return largest_difference(ours, one, origin=self.models[role])
 
-    def gradient_norms(self, name: str) -> float:
+    def gradient_norms(self, name: str, reference: str = "one") -> float:
         """Largest relative difference of a step's gradient norms, which clipping divides by."""
-        return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0)
+        return self._largest(name, ("actor/grad_norm", "critic/grad_norm"), smallest=0.0, reference=reference)
 
     def losses(self, name: str, reference: str = "one") -> float:
         """Largest difference of a step's actor, critic or KL loss, relative to max(|loss|, 1)."""
@@ -90,13 +91,20 @@ class Runs:
         )
 
 
-def parity_runs(folder: Path, actor: Path, critic: Path, layouts: Mapping[int, Mapping[str, str]]) -> Runs:
-    """Three PPO steps of each layout. `layouts`: number of ranks → name → overrides; `one` is what all compare with."""
+def parity_runs(
+    folder: Path,
+    actor: Path,
+    critic: Path,
+    layouts: Mapping[int, Mapping[str, str]],
+    of_other_models: Mapping[str, str] | None = None,
+) -> Runs:
+    """Three PPO steps of each layout. `layouts`: number of ranks → name → overrides; `one` is what all compare with.
+    `of_other_models`: the run on one rank that those compare with whose overrides name other models."""
     config = write_experiment(folder, actor, critic)
     metrics: dict[str, list[dict[str, Any]]] = {}
     for num_ranks, named in layouts.items():
         metrics |= run_layouts(folder, config, num_ranks, named)
-    _print_table(found := Runs(folder, {"actor": actor, "critic": critic}, metrics))
+    _print_table(found := Runs(folder, {"actor": actor, "critic": critic}, metrics), of_other_models or {})
     return found
 
 
@@ -144,10 +152,13 @@ def write_experiment(folder: Path, actor: Path, critic: Path) -> Path:
     return file
 
 
-def _print_table(runs: Runs) -> None:
+def _print_table(runs: Runs, of_other_models: Mapping[str, str]) -> None:
     """The table that `pytest -s` shows."""
     print(f"\n{'run':<22}{'actor grad':>12}{'critic grad':>12}{'loss':>12}{'actor Δw':>12}{'critic Δw':>12}")
     for name in runs.metrics:
+        if name in of_other_models:
+            print(f"{name:<22}{'':>24}{runs.losses(name, of_other_models[name]):>12.1e}")
+            continue
         figures = [runs.gradients(name, role).relative for role in ("actor", "critic")] + [runs.losses(name)]
         figures += [runs.changes(name, role).relative for role in ("actor", "critic")]
         print(f"{name:<22}" + "".join(f"{figure:>12.1e}" for figure in figures))

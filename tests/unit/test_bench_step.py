@@ -86,3 +86,8 @@ def test_growth_after_the_second_step(
 ) -> None:
     assert call(tmp_path, "--layouts", "tp=1", "--each-step", "--flat-mib", most) == code
     assert "summary: tp=1 over 3 steps: asleep_bytes +256.0 MiB" in capsys.readouterr().out
+
+
+def test_metrics_that_are_asked_for(tmp_path: Path, start: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(tmp_path, "--metrics", "time/rollout", "hybrid/probe", "--layouts", "tp=1") == 0
+    assert "summary: tp=1 time/rollout 2.5, hybrid/probe in no step\n" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_all_parts(scratch: Path, gpus: int) -> None:
     rows = re.findall(r"^\| ([\w-]+) \| \d+ \| 0 \| (.+) \|$", called.table, re.MULTILINE)
     assert [name for name, _ in rows] == [
         "parity", "lost", "switch", "switch-experts", "step-one", "lora-one", "learn-one", "step", "lora", "vllm",
-        "learn-dp", "learn-pp", "learn",
+        "experts", "learn-dp", "learn-pp", "learn",
     ]  # fmt: skip
     assert dict(rows)["parity"] == "3 passed in 5.00s" and dict(rows)["step"] == "figures of tools/bench_step.py"
     assert f"# {gpus} GPUs:  {gpus} Some GPU" in called.table and called.out.strip() == called.table.strip()
@@ -135,7 +135,10 @@ def check_layouts(command: list[str], scratch: Path, gpus: int) -> None:
     layouts, shape = after(command, "--layouts"), after(command, "--shape")[0]
     overrides = [word for word in given if "=" in word and word not in layouts and "." in word]
     options = bench.argparse.Namespace(
-        shape=shape, layers=None, experts=None, prompts=32, lengths=[64, 32], micro_batch=8, steps=3,
+        shape=shape, prompts=32, **{
+            name: int(after(command, f"--{name}")[0]) if f"--{name}" in command else None
+            for name in ("layers", "experts")
+        }, lengths=[64, 32], micro_batch=8, steps=3,
         overrides=overrides,
     )  # fmt: skip
     file = scratch / shape / "experiment.yaml"
@@ -192,6 +195,21 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_go_on(scratch: Path) 
     assert rows["lost"].startswith("124 | cut off after 2 s<br>") and rows["switch-experts"].startswith("7 |")
     assert rows["switch"] == "0 | figures of tools/bench_reshard.py"
     assert "no such GPU" in called.table and "half" in (scratch / "out" / "lost.log").read_text()
+
+
+def test_experts_are_generated_without_graphs_where_graphs_fail(scratch: Path) -> None:
+    words = ["--shape", "qwen3-30b-a3b", "--experts", "16", "--layers", "12", "ep=2,dp=2", "rollout.engine=vllm"]
+    called = call(scratch, 2, PARTS="experts")
+    (graphs,) = called.of("tools/bench_step.py", *words, "rollout.tensor_model_parallel_size=2")
+    assert called.code == 0 and "rollout.enforce_eager=true" not in graphs and "| experts-eager |" not in called.table
+    assert after(graphs, "--metrics") == [
+        "hybrid/bytes_aliased", "hybrid/bytes_copied", "hybrid/probe_diff_mean", "rollout/log_prob_diff_mean"
+    ]  # fmt: skip
+    called = call(scratch, 2, PARTS="experts", do='case "$*" in *enforce_eager=true*) ;; *) exit 9 ;; esac')
+    assert called.code == 1 and len(called.of("tools/bench_step.py")) == 2
+    assert len(called.of("tools/bench_step.py", *words, "rollout.enforce_eager=true")) == 1
+    assert re.search(r"^\| experts \| \d+ \| 9 \|", called.table, re.MULTILINE)
+    assert re.search(r"^\| experts-eager \| \d+ \| 0 \| figures of", called.table, re.MULTILINE)
 
 
 def test_without_model_or_data_learning_is_told_as_missing(scratch: Path) -> None:

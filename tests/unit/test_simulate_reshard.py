@@ -1,6 +1,7 @@
 """The simulation tool: what it prints for a layout that can be worked out by hand, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,47 @@ def test_a_folder_and_vllms_parameters(tmp_path: Path, capsys: pytest.CaptureFix
     arguments = ["--shape", str(tmp_path), "--train", "1-1-2@ep2", "--generate", "2", "--engine", "vllm"]
     assert simulate.main(arguments) == 0
     assert "1 vllm replicas of 2; 2 ranks planned and checked" in capsys.readouterr().out
+
+
+def test_the_worst_rank_over_the_mean_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 stages of one layer → replicas of one rank: the middle ones, which hold no vocabulary, receive both of its
+    matrices, three layers and the last norm, 2 bytes an element."""
+    assert simulate.main(["--shape", "tiny-llama", "--train", "4-1-1", "--generate", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    layer = (512 * 128 + 128 * 256 + 3 * 128 * 256 + 2 * 128) * 2
+    vocabulary, norm = 2 * 1024 * 128 * 2, 128 * 2
+    worst, mean = vocabulary + 3 * layer + norm, 0.75 * (4 * layer + vocabulary + norm)
+    assert lines[0] == (
+        "tiny-llama: 4 ranks, p 4 t 1 d 1 ep 1 etp 1 → 4 native replicas of 1; 4 ranks planned and checked"
+    )
+    assert lines[-3] == f"received by the worst rank: {worst / 1e6:.1f} MB, {worst / mean:.3f} of the mean"
+    assert f"{worst / mean:.3f}" == "1.083"
+    found = re.fullmatch(
+        r"planning a rank: ([\d.]+) ms in the mean, ([\d.]+) ms at worst; (\d+) transfers, 1 buckets", lines[-2]
+    )
+    assert found is not None, lines[-2]
+    assert 0 < float(found[1]) <= float(found[2]) < 10_000 and int(found[3]) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model_type": "mamba"}', "model_type 'mamba' is none of deepseek_v2, deepseek_v3, gemma2, "),
+        ("{}", "has no model_type; give the config.json of a Hugging Face model, whose model_type is one of deepseek"),
+        ('{"model_type": "llama"}', "num_attention_heads is missing"),
+        ('{"model_type": "llama"', "config.json: not JSON ("),
+        ("[]", "config.json: no JSON object; give the config.json of a Hugging Face model"),
+    ],
+)
+def test_a_config_json_of_no_known_model(
+    tmp_path: Path, config: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(config)
+    for name in (tmp_path, file):
+        assert simulate.main(["--shape", str(name), "--train", "1-1-1", "--generate", "1"]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: --shape: ") and str(tmp_path) in told and message in told
 
 
 @pytest.mark.parametrize(
