@@ -4,8 +4,9 @@ sequences in one piece, in one run.
     torchrun --nproc-per-node 2 tools/bench_decode.py --pp 2
     torchrun --nproc-per-node 2 tools/bench_decode.py --pp 2 --groups 2 4 --prompts 128 --max-tokens 32
 
-A small Llama with random weights decodes greedily. Rounds of each number of groups take turns; the fastest and the median
-of each, and whether the responses are equal.
+A small Llama with random weights decodes greedily. Rounds of each number of groups take turns; the fastest and the
+median of each, and whether the responses are equal. `--forward-ms` and `--token-us` make each stage's forward wait
+besides, which shows what the schedule alone does where cores are shared.
 """
 
 import argparse
@@ -45,6 +46,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--prompt-length", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forward-ms", type=float, default=0.0, help="wait in every forward of a stage")
+    parser.add_argument("--token-us", type=float, default=0.0, help="wait for each token of a forward")
     return parser.parse_args()
 
 
@@ -90,6 +93,12 @@ def main() -> None:
     options = read_options()
     mesh = start_mesh(LayoutConfig(pp=options.pp, tp=options.tp), seed=0, timeout=timedelta(minutes=5))
     spec, model = build(options, mesh)
+
+    def wait(_: object, given: tuple[torch.Tensor, ...]) -> None:
+        time.sleep(options.forward_ms / 1e3 + options.token_us / 1e6 * given[0].shape[1])
+
+    if options.forward_ms or options.token_us:
+        model.register_forward_pre_hook(wait)
     engines = {
         count: NativeRolloutEngine(
             model,
@@ -121,9 +130,8 @@ def report(
         f"{options.prompts} prompts of {options.prompt_length} tokens, {options.max_tokens} new tokens each, "
         f"{options.dtype}, PP {options.pp}, TP {options.tp}, {device}, {options.rounds} rounds"
     )
-    print(
-        f"{'groups':>6}{'fastest':>10}{'median':>10}{'tokens/s':>12}{'ratio':>8}{'of medians':>12}{'equal responses':>18}"
-    )
+    names = f"{'groups':>6}{'fastest':>10}{'median':>10}{'tokens/s':>12}{'ratio':>8}{'of medians':>12}"
+    print(f"{names}{'equal responses':>18}")
     for count, times in seconds.items():
         ratios = [of(seconds[1]) / of(times) for of in (min, statistics.median)]
         equal = sum(ours == one for ours, one in zip(tokens[count], tokens[1], strict=True))

@@ -16,13 +16,16 @@ BIAS = "mlp.gate.e_score_correction_bias"
 SAVE = "trainer.save_freq=1"
 OTHER_CUT = "actor.ppo_micro_batch_size_per_gpu=1,critic.ppo_micro_batch_size_per_gpu=4"
 # Large enough that an engine with the biases of the step before would send tokens elsewhere.
-NATIVE = (
-    "model.moe.bias_update_rate=0.3,hybrid.check_every=1,algorithm.adv_estimator=grpo,algorithm.use_kl_in_reward=false"
-)
+NO_CRITIC = "algorithm.adv_estimator=grpo,algorithm.use_kl_in_reward=false"
+NATIVE = f"model.moe.bias_update_rate=0.3,hybrid.check_every=1,{NO_CRITIC}"
 EP2 = f"{BALANCED},layout.ep=2,{SAVE}"
 SLOW = {
     1: {"cut": f"{BALANCED},{OTHER_CUT}", "native": NATIVE},
-    2: {"pp2": f"{BALANCED},layout.pp=2"},
+    2: {
+        "pp2": f"{BALANCED},layout.pp=2",
+        "native-pp2": f"{NATIVE},layout.pp=2",
+        "native-ep2": f"{NATIVE},layout.ep=2,rollout.tensor_model_parallel_size=2",
+    },
     4: {"tp2-sp-dp2-ep2": f"{BALANCED},{SP},layout.ep=2"},
 }
 
@@ -35,10 +38,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "critic": tiny_tokenizer(tiny_model(folder / "critic", "deepseek_v3", num_layers=4, seed=4, value_head=True)),
     }
     config = write_experiment(folder, **models)
-    metrics = run_layouts(folder, config, 1, {"one": BALANCED, "off": "trainer.total_steps=1"})
-    native = f"{NATIVE},layout.ep=2,rollout.tensor_model_parallel_size=2,trainer.total_steps=2"
+    metrics = run_layouts(folder, config, 1, {"one": BALANCED, "off": f"{NO_CRITIC},trainer.total_steps=1"})
     again = resuming(folder, {"ep2-again": (EP2, "ep2")})
-    metrics |= run_layouts(folder, config, 2, {"ep2": EP2, "native-ep2": native} | again)
+    metrics |= run_layouts(folder, config, 2, {"ep2": EP2} | again)
     return Runs(folder, models, metrics)
 
 
@@ -64,7 +66,10 @@ def test_each_update_moves_them_by_the_rate(runs: Runs, role: str, num_updates: 
     assert 0 < moves.abs().max() < num_updates + 0.5
     # The loads of a layer differ: some experts go up and some down.
     assert (moves > 0.5).any(1).all() and (moves < -0.5).any(1).all()
-    assert torch.equal(biases(runs.folder / "off" / f"{role}-weights"), before)
+
+
+def test_without_a_rate_they_stay(runs: Runs) -> None:
+    assert torch.equal(biases(runs.folder / "off" / "actor-weights"), biases(runs.models["actor"]))
 
 
 def same_biases(runs: Runs, name: str) -> bool:
@@ -98,18 +103,12 @@ def test_a_resumed_run_has_them_to_the_bit(runs: Runs) -> None:
     assert any(key.endswith("router.expert_bias") for key in saved)
 
 
-def assert_fresh(runs: Runs, name: str) -> None:
-    for line in runs.metrics[name]:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["native", "native-pp2", "native-ep2"])
+def test_the_engine_generates_with_the_new_ones(more: Runs, name: str) -> None:
+    """On the training shards, over stages, and in a layout of its own."""
+    for line in more.metrics[name]:
         assert line["hybrid/probe_diff_max"] <= 1e-5
         assert line["rollout/log_prob_diff_max"] <= 1e-5
-    # They have moved by much between the two checks.
-    assert runs.metrics[name][-1]["actor/router_max_bias"] > 0.5
-
-
-def test_the_engine_generates_with_the_new_ones(runs: Runs) -> None:
-    assert_fresh(runs, "native-ep2")
-
-
-@pytest.mark.slow
-def test_so_does_the_engine_on_the_training_shards(more: Runs) -> None:
-    assert_fresh(more, "native")
+    # They have moved by much between the checks.
+    assert more.metrics[name][-1]["actor/router_max_bias"] > 0.5
