@@ -20,7 +20,7 @@ NO_CRITIC = "algorithm.adv_estimator=grpo,algorithm.use_kl_in_reward=false"
 NATIVE = f"model.moe.bias_update_rate=0.3,hybrid.check_every=1,{NO_CRITIC}"
 EP2 = f"{BALANCED},layout.ep=2,{SAVE}"
 SLOW = {
-    1: {"cut": f"{BALANCED},{OTHER_CUT}", "native": NATIVE},
+    1: {"cut": f"{BALANCED},{OTHER_CUT}", "native": NATIVE, "off": ""},
     2: {
         "pp2": f"{BALANCED},layout.pp=2",
         "native-pp2": f"{NATIVE},layout.pp=2",
@@ -38,15 +38,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "critic": tiny_tokenizer(tiny_model(folder / "critic", "deepseek_v3", num_layers=4, seed=4, value_head=True)),
     }
     config = write_experiment(folder, **models)
-    metrics = run_layouts(folder, config, 1, {"one": BALANCED, "off": f"{NO_CRITIC},trainer.total_steps=1"})
-    again = resuming(folder, {"ep2-again": (EP2, "ep2")})
-    metrics |= run_layouts(folder, config, 2, {"ep2": EP2} | again)
+    metrics = run_layouts(folder, config, 1, {"one": BALANCED})
+    metrics |= run_layouts(folder, config, 2, {"ep2": EP2})
     return Runs(folder, models, metrics)
 
 
 @pytest.fixture(scope="module")
 def more(runs: Runs) -> Runs:
-    for num_ranks, named in SLOW.items():
+    again = resuming(runs.folder, {"ep2-again": (EP2, "ep2")})
+    for num_ranks, named in (SLOW | {2: SLOW[2] | again}).items():
         runs.metrics.update(run_layouts(runs.folder, runs.folder / "parity.yaml", num_ranks, named))
     return runs
 
@@ -68,8 +68,11 @@ def test_each_update_moves_them_by_the_rate(runs: Runs, role: str, num_updates: 
     assert (moves > 0.5).any(1).all() and (moves < -0.5).any(1).all()
 
 
-def test_without_a_rate_they_stay(runs: Runs) -> None:
-    assert torch.equal(biases(runs.folder / "off" / "actor-weights"), biases(runs.models["actor"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_without_a_rate_they_stay(more: Runs, role: str) -> None:
+    assert torch.equal(biases(more.folder / "off" / f"{role}-weights"), biases(more.models[role]))
+    assert not any("router_max_bias" in key for line in more.metrics["off"] for key in line)
 
 
 def same_biases(runs: Runs, name: str) -> bool:
@@ -95,11 +98,11 @@ def test_the_largest_is_a_metric(runs: Runs) -> None:
     largest = {role: float(biases(runs.folder / "one" / f"{role}-weights").abs().max()) for role in ("actor", "critic")}
     assert last["critic/router_max_bias"] == pytest.approx(largest["critic"], abs=1e-7)
     assert abs(last["actor/router_max_bias"] - largest["actor"]) <= RATE
-    assert not any("router_max_bias" in key for line in runs.metrics["off"] for key in line)
 
 
-def test_a_resumed_run_has_them_to_the_bit(runs: Runs) -> None:
-    saved = assert_third_step_is_the_same(runs.folder / "ep2" / "run", runs.folder / "ep2-again" / "run")
+@pytest.mark.slow
+def test_a_resumed_run_has_them_to_the_bit(more: Runs) -> None:
+    saved = assert_third_step_is_the_same(more.folder / "ep2" / "run", more.folder / "ep2-again" / "run")
     assert any(key.endswith("router.expert_bias") for key in saved)
 
 
