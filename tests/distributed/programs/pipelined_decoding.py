@@ -27,7 +27,7 @@ from megappo.models.build import build_model, read_model
 from megappo.models.import_hf import import_hf
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 
-SECONDS = 0.03
+SECONDS = 0.06
 """What a stage's forward takes at least where the overlap is watched: much more than a message."""
 NUM_TOKENS = 4
 
