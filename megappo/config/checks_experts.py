@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.model_folder import ModelFolderError, read_model_facts
+from megappo.config.model_folder import ROUTER_BIAS, ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, Severity, typed
 
 
@@ -12,11 +12,14 @@ def expert_problems(config: ExperimentConfig) -> list[Problem]:
     elsewhere."""
     critic = config.critic.path if config.trainer.kind == "ppo" and config.needs_critic else None
     try:
-        actor_has = read_model_facts(config.model.path).num_experts is not None
-        any_has = actor_has or (critic is not None and read_model_facts(critic).num_experts is not None)
+        facts = [read_model_facts(path) for path in (config.model.path, critic) if path is not None]
     except ModelFolderError:
         return []
+    actor_has = facts[0].num_experts is not None
+    any_has = any(each.num_experts is not None for each in facts)
     problems = [*(_dispatcher_problems(config) if any_has else _dense_problems(config))]
+    if any_has:
+        problems += _bias_problems(config, any(each.has_router_bias for each in facts))
     replay = config.actor.router_replay
     if actor_has:
         problems += _replay_problems(config)
@@ -31,6 +34,7 @@ def _dense_problems(config: ExperimentConfig) -> Iterator[Problem]:
         ("model.experts", config.model.experts, "grouped"),
         ("model.moe.aux_loss_coeff", moe.aux_loss_coeff, 0.0),
         ("model.moe.z_loss_coeff", moe.z_loss_coeff, 0.0),
+        ("model.moe.bias_update_rate", moe.bias_update_rate, 0.0),
         ("model.moe.dispatcher", moe.dispatcher, "alltoall"),
         ("model.moe.capacity_factor", moe.capacity_factor, None),
     ]
@@ -52,6 +56,22 @@ def _idle_problems(config: ExperimentConfig) -> Iterator[Problem]:
         reason = "does nothing, for model.moe.capacity_factor is null, which drops no token"
         remedy = "set that, for example to 1.25, or leave this out"
         yield Problem("model.moe.token_drop_policy", moe.token_drop_policy, reason, remedy, Severity.WARNING)
+
+
+def _bias_problems(config: ExperimentConfig, has_bias: bool) -> Iterator[Problem]:
+    path, rate = "model.moe.bias_update_rate", config.model.moe.bias_update_rate
+    if not rate:
+        return
+    if not has_bias:
+        reason = (
+            f"moves biases of routers, which models of {', '.join(ROUTER_BIAS)} have, and {config.model.path} has none"
+        )
+        yield Problem(path, typed(rate), reason, "set it to 0, and model.moe.aux_loss_coeff to balance its experts")
+        return
+    for setting, lora in (("model.lora.rank", config.model.lora), ("critic.lora.rank", config.critic.lora)):
+        if lora.is_used:
+            reason = f"the biases belong to the frozen weights, which {setting} {lora.rank} leaves as they are"
+            yield Problem(path, typed(rate), reason, f"set it to 0, or {setting} to 0")
 
 
 def _dispatcher_problems(config: ExperimentConfig) -> Iterator[Problem]:

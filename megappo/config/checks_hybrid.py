@@ -21,7 +21,33 @@ def hybrid_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     size = config.rollout.tensor_model_parallel_size
     if size is not None:
         problems += _grid_problems(config, size, dp) or _head_problems(config, size)
-    return problems
+    return problems + _group_problems(config)
+
+
+def _group_problems(config: ExperimentConfig) -> list[Problem]:
+    """Of the groups that follow each other through pipeline stages: for the engine that decodes through them."""
+    count, rollout = config.rollout.pipeline_micro_batches, config.rollout
+    if count is None:
+        return []
+    path, remedy = "rollout.pipeline_micro_batches", "leave it out"
+    if rollout.engine == "vllm":
+        reason = "cuts steps of the native engine, and rollout.engine is vllm, whose replicas have no stages"
+        return [Problem(path, str(count), reason, remedy)]
+    if count == 1:
+        return []
+    if config.generates_in_own_layout:
+        reason = (
+            "replicas in a layout of their own (rollout.tensor_model_parallel_size, layout.ep over 1) have no stages "
+            "for groups to follow each other through"
+        )
+        return [Problem(path, str(count), reason, f"1, or {remedy}")]
+    if config.layout.pp == 1:
+        reason = "layout.pp is 1, so that there are no stages for groups to follow each other through"
+        return [Problem(path, str(count), reason, f"1, or {remedy}")]
+    if count > rollout.max_num_seqs:
+        reason = f"each group needs a sequence, and rollout.max_num_seqs is {rollout.max_num_seqs}"
+        return [Problem(path, str(count), reason, f"{rollout.max_num_seqs} or less")]
+    return []
 
 
 def _grid_problems(config: ExperimentConfig, size: int, dp: int | None) -> list[Problem]:

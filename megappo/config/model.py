@@ -17,6 +17,9 @@ class MoeConfig(Section):
     costs a forward pass more an update."""
     z_loss_coeff: float = Field(0.0, ge=0)
     """Weight of the mean square of the router's logsumexp, summed over layers."""
+    bias_update_rate: float = Field(0.0, ge=0)
+    """After each optimizer step, what is added to the router's bias of experts with less than the mean load, and taken
+    off those with more; for models that have such biases (DeepSeek-V3, which was trained with 0.001). 0 keeps them."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """How tokens reach the ranks of their experts: sent there, or gathered on all of them (needs `layout.tp` to be a
     multiple of `layout.ep` · `layout.etp`, and `layout.pp` 1)."""

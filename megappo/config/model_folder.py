@@ -17,6 +17,9 @@ EXPERT_ROWS = {
 }  # fmt: skip
 """Of families with experts, the key of their rows."""
 
+ROUTER_BIAS = ("deepseek_v3",)
+"""Families whose routers add a bias of each expert when they choose."""
+
 
 ADAPTERS = "adapter_config.json"
 """What PEFT's folders have, which hold adapters without their model."""
@@ -46,6 +49,11 @@ class ModelFacts:
     """None for a dense model."""
     expert_rows: int | None = None
     """Feed-forward rows of one expert."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether its routers add a bias of each expert when they choose."""
+        return self.model_type in ROUTER_BIAS
 
     def tp_fits(self, tp: int) -> bool:
         """Whether `tp` ranks can share the heads: equal query heads each, and whole KV heads or equal parts of one."""

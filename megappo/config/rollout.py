@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     """Sequences that a replica decodes at once."""
     max_num_batched_tokens: int = Field(8192, ge=1)
     """Prompt tokens of one prefill forward; with vLLM, all tokens of one forward."""
+    pipeline_micro_batches: int | None = Field(None, ge=1)
+    """Groups into which the native engine cuts the sequences of a step over `layout.pp` stages: while a stage computes
+    one, the stage before it computes the next. null is `layout.pp`; 1 sends all sequences through in one piece."""
     tensor_model_parallel_size: int | None = Field(None, ge=1)
     """Ranks that generate together; null is `layout.tp`."""
     max_model_len: int | None = Field(None, ge=2)

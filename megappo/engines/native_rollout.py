@@ -24,7 +24,8 @@ class NativeRolloutEngine:
     """`RolloutEngine` on this rank's stage and shard of a GPTModel, which may stand in Megatron's wrappers (DDP).
 
     `decode` turns token ids into text without special tokens; `eos_ids` end a response. `max_num_seqs` sequences are
-    decoded at once at most, and `max_num_batched_tokens` (padded) prompt tokens computed in one forward. Raises
+    decoded at once at most, and `max_num_batched_tokens` (padded) prompt tokens computed in one forward. They are cut
+    into `pipeline_micro_batches` groups that follow each other through the stages, None: as many as stages. Raises
     ConfigError for a model or layout that it does not decode.
     """
 
@@ -39,6 +40,7 @@ class NativeRolloutEngine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         records_experts: bool = False,
+        pipeline_micro_batches: int | None = None,
     ) -> None:
         self._wrapped = model
         self._model = unwrapped(model)
@@ -52,6 +54,7 @@ class NativeRolloutEngine:
             max_num_seqs,
             max_num_batched_tokens,
             records_experts,
+            pipeline_micro_batches or mesh.pp,
         )
         copies = mesh.grid.flatten(1, 2).unbind(1)
         self._replicas = Replicas(tuple(tuple(copy.flatten().tolist()) for copy in copies))

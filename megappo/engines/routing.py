@@ -3,14 +3,14 @@ taken over from the batch, those that are recorded for it, and what is counted."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megappo.experience.micro import MicroBatch
-from megappo.models.router import MicroRouting, RouterLosses, Routing
+from megappo.models.router import MicroRouting, Router, RouterLosses, Routing
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.collectives import max_over, sum_over
 from megappo.parallel.mesh import Mesh
@@ -18,10 +18,12 @@ from megappo.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class RouterCoefficients:
-    """Weights of the routers' losses (`RouterLosses`) beside the loss of an update."""
+    """Weights of the routers' losses (`RouterLosses`) beside the loss of an update, and how far a step moves the bias
+    of an expert (`Router.move_bias`)."""
 
     balance: float = 0.0
     z: float = 0.0
+    bias_rate: float = 0.0
 
 
 def routing_of(model: nn.Module) -> Routing | None:
@@ -132,6 +134,13 @@ class ExpertRouting:
         """Of the last pass, over all ranks; a collective call over the world."""
         total = sum_over(self._mesh.world_group, self._mesh.device)(self.shared.statistics)
         return RoutingStatistics(total, self.shared.moe.num_experts, self.shared.moe.top_k)
+
+    def move_biases(self, routers: Iterable[Router], loads: Tensor, rate: float) -> float:
+        """Those of this rank's `routers`, after an optimizer step with `loads` [layers, experts]; the largest |bias| of
+        all layers, a collective call over the world."""
+        largest = [router.move_bias(loads, rate) for router in routers]
+        highest = max_over(self._mesh.world_group, self._mesh.device)(torch.tensor(max(largest, default=0.0)))
+        return float(highest)
 
     def losses(self, coefficients: RouterCoefficients, loads: Tensor) -> RouterLosses:
         """`loads` [layers, experts] float64: the tokens that each expert gets in the whole minibatch."""

@@ -24,6 +24,7 @@ from megappo.experience.micro import MicroBatch
 from megappo.experience.packed import PackedMicroBatch
 from megappo.models.chunks import ModelChunks
 from megappo.models.lora import adapters_off, dropping_inputs
+from megappo.models.router import Router
 from megappo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megappo.parallel.mesh import Mesh
 
@@ -231,12 +232,21 @@ class TrainingEngine(ModelEngine):
         with dropping_inputs(self.model):
             shares = self._run(micros, share, forward_only=False)
         metrics = self._global_metrics(shares, loss.metrics)
-        routing: dict[str, float] = {}
+        routing, loads = {}, None
         if self.routing is not None:
-            routing = self.routing.statistics().metrics
+            statistics = self.routing.statistics()
+            routing, loads = statistics.metrics, statistics.loads.clone()
             self.routing.shared.reset()
         learning_rate = self.optimizer.learning_rate
-        return UpdateReport(metrics, self.optimizer.step(), learning_rate, routing)
+        norm = self.optimizer.step()
+        return UpdateReport(metrics, norm, learning_rate, routing | self._move_biases(loads))
+
+    def _move_biases(self, loads: Tensor | None) -> dict[str, float]:
+        """After a step that was taken: of routers with biases that are to be balanced. `router_max_bias`."""
+        if self.routing is None or loads is None or not (self._router.bias_rate and self.routing.shared.moe.has_bias):
+            return {}
+        routers = [module for chunk in self._chunks for module in chunk.modules() if isinstance(module, Router)]
+        return {"router_max_bias": self.routing.move_biases(routers, loads, self._router.bias_rate)}
 
     def _prepare_routers(self, micros: Sequence[MicroBatch]) -> None:
         """Their losses need to know how the whole minibatch loads the experts before the first backward: from the

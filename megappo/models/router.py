@@ -161,7 +161,7 @@ class Router(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         self.shared = shared
         if shared.moe.has_bias:
-            # Megatron's own is a buffer, which its optimizer step would move: here it is a weight that nothing trains.
+            # Megatron's own is a buffer, which its optimizer step would move: here it is a weight without a gradient.
             bias = torch.zeros(shared.moe.num_experts, dtype=torch.float32)
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
@@ -169,6 +169,18 @@ class Router(TopKRouter):
     def place(self) -> int:
         """The number of this layer among those with experts."""
         return self.shared.layers.index(self.layer_number - 1)
+
+    @torch.no_grad()
+    def move_bias(self, loads: Tensor, rate: float) -> float:
+        """Balancing without a loss (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; Wang et al. 2024, arXiv 2408.15664):
+        an expert's bias goes up by `rate` where it got less than the mean load, and down where it got more.
+
+        `loads` [layers, experts] float64: the tokens that each expert got in the whole step. Whole numbers, so that all
+        ranks and layouts move alike. In place, for engines may use its memory. Returns the largest |bias|.
+        """
+        own = loads[self.place].to(self.expert_bias.device)
+        self.expert_bias.add_((own.mean() - own).sign().to(self.expert_bias.dtype), alpha=rate)
+        return float(self.expert_bias.abs().max())
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """[s, b, H] → (weights [tokens, experts], 0 where a token does not go; the map of where it goes, bool)."""

@@ -93,6 +93,7 @@ def rollout_engine(
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         bucket_bytes=config.hybrid.bucket_bytes,
         records_experts=records_experts(config),
+        pipeline_micro_batches=config.rollout.pipeline_micro_batches,
     )
 
 

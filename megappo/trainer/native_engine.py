@@ -23,13 +23,16 @@ def native_engine(
     max_num_batched_tokens: int,
     bucket_bytes: int,
     records_experts: bool = False,
+    pipeline_micro_batches: int | None = None,
 ) -> RolloutEngine:
-    """The engine around `model`, this rank's stage; replicas of `tp` ranks in a layout of their own, None for the
-    shards as they lie, which take nothing from `bucket_bytes`. A collective call."""
+    """The engine around `model`, this rank's stage; replicas of `tp` ranks in a layout of their own, which has no
+    stages for `pipeline_micro_batches`, None for the shards as they lie, which take nothing from `bucket_bytes`. A
+    collective call."""
     if tp is None:
         return NativeRolloutEngine(
             model, spec.shape, mesh, decode=tokenizer.decode, eos_ids=tokenizer.eos_ids, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, records_experts=records_experts,
+            pipeline_micro_batches=pipeline_micro_batches,
         )  # fmt: skip
     return NativeLayoutEngine(
         model, spec, mesh, tp=tp, decode=tokenizer.decode, eos_ids=tokenizer.eos_ids, max_num_seqs=max_num_seqs,

@@ -105,7 +105,7 @@ class RoleBuilder:
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe
-        router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff)
+        router = RouterCoefficients(moe.aux_loss_coeff, moe.z_loss_coeff, moe.bias_update_rate)
         frozen = FrozenWeights.of(Path(path)) if lora.is_used else None
         return TrainedRole(TrainingEngine(self.mesh, optimizer, router), model, frozen)
 

@@ -119,3 +119,27 @@ def test_whole_experts_are_the_default_whatever_tp_is() -> None:
     # Then each TP rank of a stage holds a copy of every expert.
     grid = TrainingGrid(tp=4, ep=layout.ep, etp=layout.expert_tp)
     assert [grid.expert_dp_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
+RATE = "model.moe.bias_update_rate"
+LATENT = {"model_type": "deepseek_v3", "n_routed_experts": 8, "moe_intermediate_size": 6}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "expected"),
+    [
+        ([f"{RATE}=0.001"], {"model_type": "llama"}, "0.001: is for models with experts, and F/model is dense; leave it out, or set it to 0.0"),
+        ([f"{RATE}=0.001"], EXPERTS, "0.001: moves biases of routers, which models of deepseek_v3 have, and F/model has none; set it to 0, and model.moe.aux_loss_coeff to balance its experts"),
+        ([f"{RATE}=0.001", "model.lora.rank=2"], LATENT, "0.001: the biases belong to the frozen weights, which model.lora.rank 2 leaves as they are; set it to 0, or model.lora.rank to 0"),
+        ([f"{RATE}=0.001"], LATENT, None),
+        ([f"{RATE}=0.001", "actor.router_replay=rollout"], LATENT, None),
+        ([], EXPERTS, None),
+    ],
+)  # fmt: skip
+def test_biases_are_moved_where_there_are_some(
+    tmp_path: Path, overrides: list[str], model: dict[str, object], expected: str | None
+) -> None:
+    config = load_experiment(write_experiment(tmp_path, **model), overrides)
+    texts = [problem.text().replace(str(tmp_path), "F") for problem in check_experiment(config)]
+    found = [text.removeprefix(f"{RATE}: ") for text in texts if text.startswith(RATE)]
+    assert found == ([] if expected is None else [expected])

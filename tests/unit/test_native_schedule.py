@@ -79,6 +79,29 @@ def test_retired_slots_are_filled_by_the_last_sequences():
     assert schedule.is_finished
 
 
+def test_several_schedules_share_slots_and_one_queue():
+    asked = requests((1,), (2,), (3,), (4,), (5,), (6,), (7,))
+    first, second, third = Schedule.several(asked, 3, max_num_seqs=5, max_num_batched_tokens=100)
+    assert [each.max_num_seqs for each in (first, second, third)] == [2, 2, 1]
+    steps = [each.next_step() for each in (first, second, third)]
+    assert [indices(step.prefilling) for step in steps] == [[0, 1], [2, 3], [4]]
+    for step in steps:
+        append_token(step)
+    # Whichever has a slot first takes the next of all.
+    second.retire({steps[1].drawing[0]})
+    assert indices(second.next_step().drawing) == [3, 5]
+    third.retire(set(steps[2].drawing))
+    assert indices(third.next_step().drawing) == [6]
+    first.retire(set(steps[0].drawing))
+    assert first.is_finished and not third.is_finished
+
+
+@pytest.mark.parametrize(("num_requests", "max_num_seqs", "expected"), [(2, 9, [1, 1]), (9, 1, [1]), (9, 4, [2, 1, 1])])
+def test_there_are_no_more_schedules_than_sequences(num_requests: int, max_num_seqs: int, expected: list[int]):
+    found = Schedule.several(requests(*[(5,)] * num_requests), 3, max_num_seqs, max_num_batched_tokens=100)
+    assert [each.max_num_seqs for each in found] == expected
+
+
 def test_a_step_is_laid_out_flat_with_positions_slots_and_rows():
     schedule = Schedule(requests((1, 2), (3, 4, 5), (6,)), max_num_seqs=2, max_num_batched_tokens=2)
     append_token(schedule.next_step())

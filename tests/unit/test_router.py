@@ -128,3 +128,32 @@ def test_an_expert_drops_what_is_over_its_capacity(policy: Any) -> None:
     metrics = RoutingStatistics(routing.statistics, EXPERTS, TOP_K).metrics
     assert 0 < metrics["router_dropped"] == pytest.approx((choices - int(expected.sum())) / choices)
     assert metrics["router_max_load"] == float((chosen & is_token[:, None]).sum(0).max()) * EXPERTS / choices
+
+
+def test_biases_go_up_where_the_load_is_under_the_mean() -> None:
+    """By hand: the mean load of the second layer, which is this router's, is 4 tokens an expert, and then 4.5."""
+    moe = MoeShape(num_experts=EXPERTS, top_k=TOP_K, ffn_size=4, norm_topk_prob=True, score="sigmoid", has_bias=True)
+    router = made(Routing(moe, (3, 0)))  # the second of the layers with experts
+    memory = router.expert_bias.data_ptr()
+    loads = torch.tensor([[9, 9, 0, 0], [4, 7, 2, 3]], dtype=torch.float64)
+    assert router.move_bias(loads, 0.5) == 0.5
+    assert router.expert_bias.tolist() == [0.0, -0.5, 0.5, 0.5]  # at the mean a bias stays
+    router.move_bias(torch.tensor([[0, 0, 0, 0], [5, 4, 5, 4]], dtype=torch.float64), 0.25)
+    assert router.expert_bias.tolist() == [-0.25, -0.25, 0.25, 0.75]
+    assert router.move_bias(torch.zeros(2, EXPERTS, dtype=torch.float64), 0.25) == 0.75
+    assert router.expert_bias.data_ptr() == memory and not router.expert_bias.requires_grad
+
+
+def test_choices_that_are_taken_over_are_the_load_that_biases_see() -> None:
+    hidden, weight = drawn()
+    moe = MoeShape(num_experts=EXPERTS, top_k=TOP_K, ffn_size=4, norm_topk_prob=True, score="sigmoid", has_bias=True)
+    routing = Routing(moe, (0,))
+    router = made(routing)
+    router.weight.data.copy_(weight)
+    taken = torch.tensor([0, 1]).repeat(TOKENS, 1)[:, None]
+    routing.begin(MicroRouting(torch.arange(TOKENS) < TOKENS - 1, taken))
+    router(hidden)
+    loads = routing.statistics[:, :EXPERTS]
+    assert loads.tolist() == [[TOKENS - 1, TOKENS - 1, 0, 0]]  # without padding
+    router.move_bias(loads, 0.5)
+    assert router.expert_bias.tolist() == [-0.5, -0.5, 0.5, 0.5]

@@ -10,19 +10,25 @@ from megappo.models.scores import causal_attention, softcapped_attention
 
 
 class CurrentStep:
-    """The step that the swapped modules compute: set before each forward, read by every layer."""
+    """The step that the swapped modules compute, and its cache: set before each forward, read by every layer."""
 
     def __init__(self) -> None:
         self._tokens: StepTokens | None = None
+        self._cache: KVCache | None = None
+
+    def enter(self, tokens: StepTokens, cache: KVCache) -> None:
+        """The next forward is that of `tokens`, whose sequences are in `cache`."""
+        self._tokens, self._cache = tokens, cache
 
     @property
     def tokens(self) -> StepTokens:
         assert self._tokens is not None, "a decoding module ran outside of a step"
         return self._tokens
 
-    @tokens.setter
-    def tokens(self, tokens: StepTokens) -> None:
-        self._tokens = tokens
+    @property
+    def cache(self) -> KVCache:
+        assert self._cache is not None, "a decoding module ran outside of a step"
+        return self._cache
 
 
 class CachedAttention(nn.Module):
@@ -36,7 +42,6 @@ class CachedAttention(nn.Module):
     def __init__(
         self,
         layer: int,
-        cache: KVCache,
         step: CurrentStep,
         softmax_scale: float | None,
         window: int | None = None,
@@ -44,7 +49,6 @@ class CachedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._layer = layer
-        self._cache = cache
         self._step = step
         self._scale = softmax_scale  # None: 1 / sqrt(head_dim)
         self._window = window  # None: all cached positions
@@ -54,7 +58,7 @@ class CachedAttention(nn.Module):
         """Query, key, value [T, 1, heads, head_dim] → [T, 1, heads · head_dim]; keys and values go to the cache."""
         tokens = self._step.tokens
         num_tokens, num_decoding = tokens.num_tokens, tokens.num_decoding
-        self._cache.write(
+        self._step.cache.write(
             self._layer, tokens.slots, tokens.positions[:num_tokens], key[:num_tokens, 0], value[:num_tokens, 0]
         )
         parts = []
@@ -69,7 +73,7 @@ class CachedAttention(nn.Module):
     def _decode(self, query: Tensor, tokens: StepTokens) -> Tensor:
         """One token of each of the first slots: [n, heads, head_dim] → the same."""
         key, value = (
-            part[: tokens.num_decoding, :, : tokens.longest_decoding] for part in self._cache.layers[self._layer]
+            part[: tokens.num_decoding, :, : tokens.longest_decoding] for part in self._step.cache.layers[self._layer]
         )
         # The query heads that share a KV head take the place of the query positions: nothing is repeated.
         grouped = query.unflatten(1, (key.shape[1], -1))
@@ -93,7 +97,7 @@ class CachedAttention(nn.Module):
         key, value = (
             # Repeated for the query heads by hand: `enable_gqa` falls back to a quadratic kernel outside of flash.
             part[slots, :, : prefill.longest].repeat_interleave(num_heads // part.shape[1], dim=1)
-            for part in self._cache.layers[self._layer]
+            for part in self._step.cache.layers[self._layer]
         )
         mixed = causal_attention(padded, key, value, self._scale, self._window, self._softcap)
         return mixed[prefill.prompts, :, prefill.positions]

@@ -57,12 +57,13 @@ class ExpertRecorder:
         self._num_rows += num_tokens
 
     def completed(self, completions: Mapping[int, Completion]) -> dict[int, Completion]:
-        """The completions with `routed_experts`, by request; a collective call over the ranks of the model copy. The
-        last token was drawn and never computed: it has no experts."""
+        """Those of the completions that it recorded, with `routed_experts`, by request; a collective call over the
+        ranks of the model copy. The last token was drawn and never computed: it has no experts."""
         table = torch.cat(self._steps).to(self._ranks.device, torch.int32)
         table = max_over(self._ranks.copy_group, self._ranks.device)(table).to("cpu", EXPERT_DTYPE)
         last = table.new_full((1, *table.shape[1:]), NO_EXPERT)
         return {
             index: dataclasses.replace(completion, routed_experts=torch.cat([table[self._rows[index]], last]))
             for index, completion in completions.items()
+            if index in self._rows
         }

@@ -74,20 +74,30 @@ class Schedule:
     """
 
     def __init__(self, requests: Sequence[GenerationRequest], max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        numbers: dict[tuple[int, ...], int] = {}
-        self._waiting = deque(
-            GeneratedSequence(
-                index,
-                numbers.setdefault(request.prompt_ids, len(numbers)),
-                request.prompt_ids,
-                request.noise_key,
-                request.max_tokens,
-            )
-            for index, request in enumerate(requests)
-        )
+        self._waiting = _waiting(requests)
         self._active: list[GeneratedSequence] = []
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+
+    @classmethod
+    def several(
+        cls, requests: Sequence[GenerationRequest], count: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> list["Schedule"]:
+        """`count` schedules, or as many as can have a sequence, that take their requests from one queue and share the
+        `max_num_seqs` slots evenly; prefills are limited in each."""
+        num_slots = min(max_num_seqs, len(requests))
+        count = min(count, num_slots)
+        sizes = [num_slots // count + (number < num_slots % count) for number in range(count)]
+        schedules = [cls((), size, max_num_batched_tokens) for size in sizes]
+        waiting = _waiting(requests)
+        for schedule in schedules:
+            schedule._waiting = waiting
+        return schedules
+
+    @property
+    def max_num_seqs(self) -> int:
+        """The slots that it fills."""
+        return self._max_num_seqs
 
     @property
     def is_finished(self) -> bool:
@@ -136,3 +146,17 @@ class Schedule:
             self._active[move.destination] = self._active[move.source]
         del self._active[num_left:]
         return moves
+
+
+def _waiting(requests: Sequence[GenerationRequest]) -> deque[GeneratedSequence]:
+    numbers: dict[tuple[int, ...], int] = {}
+    return deque(
+        GeneratedSequence(
+            index,
+            numbers.setdefault(request.prompt_ids, len(numbers)),
+            request.prompt_ids,
+            request.noise_key,
+            request.max_tokens,
+        )
+        for index, request in enumerate(requests)
+    )

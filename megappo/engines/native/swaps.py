@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megappo.engines.native.attention import CachedAttention, CurrentStep
-from megappo.engines.native.cache import KVCache
 from megappo.engines.native.pieces import OutputPieces
 from megappo.models.chunks import StageModel, chunks_of
 from megappo.models.scores import softcapped
@@ -72,11 +71,11 @@ class LogitRows(nn.Module):
 
 
 @contextmanager
-def decoding(model: StageModel, cache: KVCache, max_length: int, step: CurrentStep) -> Iterator[None]:
-    """While inside, `model` computes steps on `cache`, in evaluation mode and without gradients; afterwards, also after
-    an error, it is as it was. `max_length` is the longest sequence, in tokens."""
+def decoding(model: StageModel, max_length: int, step: CurrentStep) -> Iterator[None]:
+    """While inside, `model` computes the steps that are entered in `step`, in evaluation mode and without gradients;
+    afterwards, also after an error, it is as it was. `max_length` is the longest sequence, in tokens."""
     # no_grad and not inference_mode: tensors that Megatron caches on the way are used in training afterwards.
-    swaps = _swaps(model, cache, max_length, step)
+    swaps = _swaps(model, max_length, step)
     originals = [(parent, name, getattr(parent, name)) for parent, name, _ in swaps]
     in_training = [module for module in model.modules() if module.training]
     try:
@@ -92,24 +91,22 @@ def decoding(model: StageModel, cache: KVCache, max_length: int, step: CurrentSt
             module.training = True
 
 
-def _cached_attention(layer: nn.Module, number: int, cache: KVCache, step: CurrentStep) -> CachedAttention:
+def _cached_attention(layer: nn.Module, number: int, step: CurrentStep) -> CachedAttention:
     attention: Any = layer.self_attention
     core = attention.core_attention
     # Transformer Engine's attention has neither; models that need them have megappo's.
     window, softcap = getattr(core, "window", None), getattr(core, "softcap", None)
     config = attention.config
     scale = attention.softmax_scale if config.multi_latent_attention else config.softmax_scale
-    return CachedAttention(number, cache, step, scale, window, softcap)
+    return CachedAttention(number, step, scale, window, softcap)
 
 
-def _swaps(
-    model: StageModel, cache: KVCache, max_length: int, step: CurrentStep
-) -> list[tuple[nn.Module, str, nn.Module]]:
+def _swaps(model: StageModel, max_length: int, step: CurrentStep) -> list[tuple[nn.Module, str, nn.Module]]:
     """(parent, attribute, module that takes its place)."""
     chunks = chunks_of(model)
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
     swaps: list[tuple[nn.Module, str, nn.Module]] = [
-        (layer.self_attention, "core_attention", _cached_attention(layer, number, cache, step))
+        (layer.self_attention, "core_attention", _cached_attention(layer, number, step))
         for number, layer in enumerate(layers)
     ]
     # With latent attention, each layer has a table of its own instead of one in the model; all are alike.
