@@ -152,6 +152,12 @@ class PlainTensors:
     def is_alias(self, transfer: Transfer, views: Views) -> bool:
         return self.tensors[transfer.target_name].data_ptr() == views[0].data_ptr()
 
+    def has_moved(self) -> bool:
+        return False
+
+    def current(self, transfer: Transfer) -> Views:
+        return (self.view(transfer),)
+
     def view(self, transfer: Transfer) -> Tensor:
         tensor, axis, run = self.tensors[transfer.target_name], transfer.axis, transfer.experts
         if run is not None:

@@ -136,6 +136,7 @@ class VLLMRolloutEngine:
             transfer_seconds=transfer_seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
+            extra_bytes=moved.extra_bytes,
             held=self._memory.held,
         )
 

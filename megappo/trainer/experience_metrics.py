@@ -173,6 +173,7 @@ def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
     largest = {
         "hybrid/seconds": report.seconds,
         "hybrid/peak_bytes": report.peak_bytes,
+        "hybrid/extra_bytes": report.extra_bytes,
         "hybrid/held_asleep_bytes": report.held.asleep,
         "hybrid/held_weights_bytes": report.held.with_weights,
         "hybrid/held_awake_bytes": report.held.awake,
