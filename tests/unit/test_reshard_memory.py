@@ -1,5 +1,7 @@
 """How much of a switch is under way at once: what the plan states, held against the transfers of every rank."""
 
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -165,3 +167,13 @@ def fill(plan: Planner) -> GenerationWeights:
         destination.view(transfer)
     destination.fill(weights, plan.targets.of(0), plan.kinds)
     return weights
+
+
+def test_plans_are_made_without_torch() -> None:
+    """With their packages: the contract of import-linter does not see what a package imports."""
+    modules = "account, audit, plan, layout_text"
+    code = (
+        f"import sys; from megappo.engines.hybrid import {modules}; import megappo.engines.vllm.targets; "
+        "sys.exit(bool({'torch', 'megatron', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,7 +40,7 @@ def await_device(requests: Sequence[dist.Work], limit: float) -> None:
     end = time.monotonic() + limit
     while not all(request.is_completed() for request in requests):
         if time.monotonic() > end:
-            raise RuntimeError(f"not done after {limit:.0f} s")
+            raise RuntimeError(f"not done after {limit:g} s")
         time.sleep(_POLL_SECONDS)
 
 

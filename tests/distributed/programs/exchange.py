@@ -136,6 +136,7 @@ def switch_metrics(mesh: Mesh) -> dict[str, float]:
         bytes_received=received,
         seconds=factor / 4,
         peak_bytes=peak,
+        extra_bytes=peak * 3 // 2,
         held=HeldBytes(asleep, weights, awake),
     )
     return sync_metrics(report, mesh)
