@@ -33,7 +33,7 @@ def case(model: str, layout: str, generation: int, **more: Any) -> dict[str, Any
 
 
 TABLE = {
-    2: [case("dense", "1-2-1", 1), case("experts", "1-1-2", 2, ep=2), case("experts", "1-1-2", 1, ep=2)],
+    2: [case("dense", "1-2-1", 1, moved=True), case("experts", "1-1-2", 2, ep=2), case("experts", "1-1-2", 1, ep=2)],
     4: [
         case("dense", "1-4-1", 2), case("dense", "1-4-1", 1, spoil=True),
         case("dense", "2-2-1", 2), case("dense", "2-2-1", 1),
@@ -105,6 +105,13 @@ def test_a_spoiled_piece_is_named_and_the_next_switch_repairs_it(results: list[d
     assert [rank["named"] for rank in result["ranks"]] == [
         [None, name if rank == 1 else None, None] for rank in range(4)
     ]
+
+
+def test_a_received_parameter_in_other_memory_is_named_and_found_anew(results: list[dict[str, Any]]) -> None:
+    """Of an engine with vLLM's parameters, on rank 1: half of it is received, half copied."""
+    (result,) = [each for each in of(results) if each["case"].get("moved")]
+    name = "model.layers.3.mlp.down_proj.weight"
+    assert [rank["moved"] for rank in result["ranks"]] == [[None] * 3 + [True], [None, name, None, True]]
 
 
 def test_measured_bytes_are_the_formulas(results: list[dict[str, Any]]) -> None:

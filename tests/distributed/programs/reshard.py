@@ -21,17 +21,23 @@ from megatron.core import parallel_state
 from megappo.config.grid import GenerationGrid
 from megappo.config.layout import LayoutConfig
 from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
-from megappo.engines.hybrid.execute import Moved
+from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.native import HybridTransfer
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.sources import TrainingShards
 from megappo.engines.hybrid.staging import MemoryMeter
 from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.vllm.destination import VLLMDestination
+from megappo.engines.vllm.targets import VLLMTargets
+from megappo.models.architecture import ModelSpec
 from megappo.models.build import build_model, read_model
 from megappo.models.families.base import Family, ModelShape
 from megappo.models.import_hf import import_hf
 from megappo.models.weight_map import Head, WeightMap
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh
+from tests.support.engine_stand_in import engine_stand_in
 from tests.support.fingerprints import WholeTensors
 
 
@@ -71,12 +77,14 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     updated.tensors = {name: tensor + 0.25 for name, tensor in updated.tensors.items()}
     late, _ = compare(weights, updated, spec.shape, grid.tp, grid.tp_rank(mesh.rank), padding=0.25)
     named = name_spoiled(transfer, weights, mesh) if case.get("spoil") else None
+    moved = name_moved(model, spec, mesh, transfer.planner, grid) if case.get("moved") else None
     order, greedy = ([], "") if "bucket_bytes" not in case else (order_of(transfer), told_when_greedy(transfer, mesh))
     planned, counted = account_of(transfer.planner, mesh.rank), transfer.measured()
     measured = {
         "is_planned": planned == counted,
         "wrong": wrong,
         "named": named,
+        "moved": moved,
         "late": late,
         "elements": elements,
         "received": report.bytes_received,
@@ -128,6 +136,32 @@ def name_spoiled(transfer: HybridTransfer, weights: GenerationWeights, mesh: Mes
     transfer.run()
     repaired = transfer.worst_tensor()
     return [None if each is None else str(each) for each in (before, after, repaired)]
+
+
+def name_moved(
+    model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, plan: Planner, grid: GenerationGrid
+) -> list[str | None | bool]:
+    """What a switch into vLLM's parameters names as wrong: at first, after one was given other memory on rank 1, and after
+    the next run; and whether that filled the new memory."""
+    targets = VLLMTargets(plan.kinds, spec.shape, grid, expert_parallel=False)
+    planner = Planner(
+        plan.kinds, plan.training, targets, layers_of_stages=mesh.stage_layers(spec.shape.num_layers), element_bytes=4,
+        bucket_bytes=1 << 14, generation_tp=grid.tp,
+    )  # fmt: skip
+    engine, sources = (
+        engine_stand_in(targets.of(mesh.rank)),
+        TrainingShards(model, spec.family.weight_map(spec.shape, "lm")),
+    )
+    switch = Switch(planner, mesh.rank, sources, VLLMDestination(engine, mesh.device), mesh.world_group)
+    switch.run()
+    named, parameter = [switch.worst_tensor()], engine.get_parameter("model.layers.3.mlp.down_proj.weight")
+    right = parameter.detach().clone()
+    if mesh.rank == 1:
+        parameter.data = torch.zeros_like(right)
+    named.append(switch.worst_tensor())
+    switch.run()
+    named.append(switch.worst_tensor())
+    return [*(None if each is None else each.name for each in named), torch.equal(parameter, right)]
 
 
 def whole_tensors(folder: Path, dtype: torch.dtype) -> WholeTensors:
