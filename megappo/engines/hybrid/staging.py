@@ -24,11 +24,9 @@ class MemoryMeter:
         return memory
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors that were made elsewhere, each the only one of its memory."""
+        """Counts tensors that were made elsewhere."""
         self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
-        self._alive += [
-            (StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()) for tensor in tensors
-        ]
+        self._alive += [(StorageWeakRef(tensor.untyped_storage()), tensor.nbytes) for tensor in tensors]
         self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._alive))
 
 

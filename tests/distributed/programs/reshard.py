@@ -140,9 +140,9 @@ def name_spoiled(transfer: HybridTransfer, weights: GenerationWeights, mesh: Mes
 
 def name_moved(
     model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, plan: Planner, grid: GenerationGrid
-) -> list[str | None | bool]:
-    """What a switch into vLLM's parameters names as wrong: at first, after one was given other memory on rank 1, and after
-    the next run; and whether that filled the new memory."""
+) -> list[str | bool | None]:
+    """What a switch into vLLM's parameters names as wrong: at first, after one was given other memory on rank 1, and
+    after the next run; and whether that filled the new memory."""
     targets = VLLMTargets(plan.kinds, spec.shape, grid, expert_parallel=False)
     planner = Planner(
         plan.kinds, plan.training, targets, layers_of_stages=mesh.stage_layers(spec.shape.num_layers), element_bytes=4,
