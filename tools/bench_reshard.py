@@ -41,7 +41,7 @@ import model_shape  # beside this file
 import torch
 from link_speed import link_speed, link_text, timed  # beside this file
 from megatron.core import parallel_state
-from switches import Measured, NativeSwitch, TensorSwitch, of_two_types, why_no_formula  # beside this file
+from switches import Measured, NativeSwitch, TensorSwitch, why_no_formula  # beside this file
 from torch import nn
 
 from megappo.config.grid import GenerationGrid, TrainingGrid
@@ -181,7 +181,6 @@ class Figures:
     planned: Account
     formulas: dict[WeightClass, Formula]
     no_formula: dict[WeightClass, str]
-    of_two_types: frozenset[WeightClass]
     naive: Counter[WeightClass]
     busiest: int
     extra: int
@@ -222,7 +221,6 @@ def measure(
         planned=sum(planned, Account()),
         formulas={name: formula_of(planner, name, grid.tp) for name in CLASSES},
         no_formula={name: why_no_formula(name, options.engine, spec, grid) for name in CLASSES},
-        of_two_types=of_two_types(planner),
         naive=sum(gathered, Counter()),
         busiest=max(received),
         extra=max(extras),
@@ -258,8 +256,6 @@ def apart(figures: Figures) -> list[str]:
         }
         if figures.no_formula[name]:
             expected = {"received": planned.received, "redundant": planned.redundant, "peak": planned.peak}
-        if name in figures.of_two_types:
-            continue
         for column, value in {**expected, "copied": planned.copied}.items():
             measured = getattr(held, column)
             if measured != value:
@@ -282,8 +278,6 @@ def tell(options: argparse.Namespace, case: Case, figures: Figures, spec: ModelS
             print(f"{name:<12}" + "".join(f"{figure:>16,.0f}" for figure in row))
             if figures.no_formula[name]:
                 print(f"{'':<12}no formula: {figures.no_formula[name]}; held against the plan")
-            elif name in figures.of_two_types:
-                print(f"{'':<12}not compared: some are float32 whatever the others are")
     median, naive_median = statistics.median(figures.seconds), statistics.median(figures.naive_seconds)
     speed = figures.busiest / median
     print(

@@ -136,6 +136,7 @@ def print_result(planner: Planner, grid: GenerationGrid, totals: Totals, options
         f"planning a rank: {sum(totals.seconds) / planned * 1e3:.1f} ms in the mean, {max(totals.seconds) * 1e3:.1f} "
         f"ms at worst; {totals.transfers} transfers, {planner.buckets.count} buckets"
     )
+    print(f"beyond the parameters a switch takes at most {planner.extra_bytes:,} bytes on any rank")
     print("every row of every generation parameter placed once, no training row taken twice", end="")
     print("; sent = received for every rank" if options.every == 1 else "")
 

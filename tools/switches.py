@@ -87,6 +87,12 @@ class PlainTensors:
     def is_alias(self, transfer: Transfer, views: Views) -> bool:
         return self.tensors[transfer.target_name].data_ptr() == views[0].data_ptr()
 
+    def has_moved(self) -> bool:
+        return False
+
+    def current(self, transfer: Transfer) -> Views:
+        return (self.view(transfer),)
+
     def view(self, transfer: Transfer) -> Tensor:
         tensor, axis, run = self.tensors[transfer.target_name], transfer.axis, transfer.experts
         if run is not None:
@@ -149,13 +155,6 @@ def account_of_tensors(
         held.received = moved.received_by_class[name]
         held.copied -= held.received
     return account
-
-
-def of_two_types(planner: Planner) -> frozenset[WeightClass]:
-    """The classes that have parameters of another type, for plans and formulas know the size of one type alone."""
-    if planner.element_bytes == torch.float32.itemsize:
-        return frozenset()
-    return frozenset(kind.rule.weight_class for kind in planner.kinds.kinds if kind.rule.is_float32)
 
 
 def why_no_formula(name: WeightClass, engine: str, spec: ModelSpec, grid: GenerationGrid) -> str:

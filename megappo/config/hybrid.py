@@ -25,7 +25,8 @@ class HybridConfig(Section):
     """How vLLM gets them: `direct` binds and fills its parameters from the shards, `load` streams whole tensors through
     its loader, `auto` is direct where that can be. The native engine always does the first."""
     bucket_mib: int = Field(256, ge=1)
-    """Most MiB that are under way at once in a transfer."""
+    """Most MiB that any rank receives and sends at once in a transfer, which goes in buckets; memory is taken for two
+    buckets at most, the one under way and the next."""
     check_every: int = Field(10, ge=0)
     """Steps between checks of the switched weights by log-probs; the first switch is always checked, 0 checks no
     other."""

@@ -1,3 +1,5 @@
-"""Engines run models: training with Megatron's schedules, generation behind the `RolloutEngine` protocol."""
+"""Engines run models: training with Megatron's schedules, generation behind the `RolloutEngine` protocol.
 
-import megappo.parallel.runtime  # noqa: F401  the CPU runtime must be in place before megatron is imported
+A file that imports megatron imports `megappo.parallel.runtime` first, by name, or its package does: this package
+imports nothing itself, so that plans of the hybrid engine can be made without torch.
+"""

@@ -91,8 +91,9 @@ class SyncReport:
 
     `bytes_aliased` are parameters that are the training shard's own memory, `bytes_copied` copies on the device,
     `bytes_sent` and `bytes_received` what went over the wire. `peak_bytes` is the memory beyond parameters that the
-    transfer took at once. Of the `seconds`, waking the engine included, `transfer_seconds` moved weights;
-    `release_seconds` took the end of the turn before, in which the engine went to sleep.
+    transfer took at once, `extra_bytes` the most that its plan allows (0 where whole tensors are streamed). Of the
+    `seconds`, waking the engine included, `transfer_seconds` moved weights; `release_seconds` took the end of the turn
+    before, in which the engine went to sleep.
     """
 
     bytes_aliased: int
@@ -104,6 +105,22 @@ class SyncReport:
     transfer_seconds: float = 0.0
     release_seconds: float = 0.0
     held: HeldBytes = HeldBytes()
+    extra_bytes: int = 0
+
+    def __add__(self, later: "SyncReport") -> "SyncReport":
+        """Of both switches: what was moved and the seconds of both, the most memory of either, and what is held now."""
+        return SyncReport(
+            bytes_aliased=self.bytes_aliased + later.bytes_aliased,
+            bytes_copied=self.bytes_copied + later.bytes_copied,
+            bytes_sent=self.bytes_sent + later.bytes_sent,
+            seconds=self.seconds + later.seconds,
+            bytes_received=self.bytes_received + later.bytes_received,
+            peak_bytes=max(self.peak_bytes, later.peak_bytes),
+            transfer_seconds=self.transfer_seconds + later.transfer_seconds,
+            release_seconds=self.release_seconds + later.release_seconds,
+            held=later.held,
+            extra_bytes=max(self.extra_bytes, later.extra_bytes),
+        )
 
 
 @dataclass(frozen=True, order=True)

@@ -5,6 +5,8 @@ What is computed from the model's output is passed in as a function, so that thi
 
 from __future__ import annotations
 
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -145,6 +145,7 @@ class VLLMRolloutEngine:
             release_seconds=self._release_seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
+            extra_bytes=moved.extra_bytes,
             held=self._memory.held,
         )
 

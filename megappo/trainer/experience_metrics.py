@@ -174,6 +174,7 @@ def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:
         "hybrid/seconds": report.transfer_seconds,
         "hybrid/turn_seconds": report.seconds + report.release_seconds,
         "hybrid/peak_bytes": report.peak_bytes,
+        "hybrid/extra_bytes": report.extra_bytes,
         "hybrid/held_asleep_bytes": report.held.asleep,
         "hybrid/held_weights_bytes": report.held.with_weights,
         "hybrid/held_awake_bytes": report.held.awake,

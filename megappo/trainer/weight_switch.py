@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, runtime_checkable
 
-from megappo.engines.rollout import WorstTensor
+from megappo.engines.rollout import SyncReport, WorstTensor
 from megappo.errors import WeightSwitchError
 from megappo.experience.sample import Prompt
 from megappo.parallel.collectives import gather_objects
@@ -58,15 +58,17 @@ class WeightSwitch:
         self._is_first = True
 
     def to_rollout(self, step: int) -> dict[str, float]:
-        """Makes the weights of this moment the engine's; returns the metrics `hybrid/…`.
+        """Makes the weights of this moment the engine's; returns the metrics `hybrid/…`, of both switches where the
+        weights were sent twice.
 
         Raises WeightSwitchError where the engine still computes something else after the weights were sent twice.
         """
-        metrics = sync_metrics(self._rollout.sync_weights(), self._mesh)
+        report = self._rollout.sync_weights()
+        checked: dict[str, float] = {}
         if self._is_first or self._is_due(step):
             self._is_first = False
-            metrics |= self._check(step)
-        return metrics
+            report, checked = self._check(step, report)
+        return sync_metrics(report, self._mesh) | checked
 
     def to_training(self) -> None:
         self._rollout.release()
@@ -75,17 +77,18 @@ class WeightSwitch:
         """By the step's number, so that a resumed run checks where it would have without the break."""
         return self._check_every > 0 and (step - 1) % self._check_every == 0
 
-    def _check(self, step: int) -> dict[str, float]:
+    def _check(self, step: int, report: SyncReport) -> tuple[SyncReport, dict[str, float]]:
+        """What was moved in all, where `report` was at first, and the metrics of the check."""
         found = self._probe(step)
         is_resent = found.mean > self._limit
         if is_resent:
             _log.warning("step %d: %s; they are sent once more", step, self._complaint(found))
             self._rollout.release()
-            self._rollout.sync_weights()
+            report += self._rollout.sync_weights()
             found = self._probe(step)
         if found.mean > self._limit:
             self._give_up(step, found)
-        return {
+        return report, {
             "hybrid/probe_diff_mean": found.mean,
             "hybrid/probe_diff_max": found.max,
             "hybrid/probe_resent": float(is_resent),

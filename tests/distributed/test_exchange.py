@@ -75,6 +75,7 @@ def test_metrics_of_a_switch_sum_what_moved_and_take_the_most_of_what_is_held(re
         "hybrid/seconds": 0.5,
         "hybrid/turn_seconds": 1.25,
         "hybrid/peak_bytes": 40_000,
+        "hybrid/extra_bytes": 60_000,
         "hybrid/held_asleep_bytes": 400_000,
         "hybrid/held_weights_bytes": 4_000_000,
         "hybrid/held_awake_bytes": 40_000_000,

@@ -109,6 +109,43 @@ def test_weights_that_stay_wrong_end_the_run_on_every_rank(layout: str, results:
         assert rank["wrong always"]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
 
 
+def test_an_engine_that_names_no_tensor_says_so(results: dict[str, Any]) -> None:
+    for rank in results["tp2"]:
+        assert (
+            "though they were sent twice; the engine names no tensor; worst token: " in rank["without a name"]["error"]
+        )
+
+
+def test_a_received_tensor_that_was_broken_once_is_repaired_by_the_next_switch(results: dict[str, Any]) -> None:
+    """With an engine that really receives: the step's bytes and seconds are those of both switches."""
+    for rank in results["tp2, two replicas"]:
+        once = rank["broken once"]
+        first, second = once["metrics"]
+        assert once["error"] is None
+        assert first["hybrid/probe_resent"] == 1 and first["hybrid/probe_diff_mean"] < 1e-5
+        for moved in ("received", "sent", "aliased"):
+            name = f"hybrid/bytes_{moved}"
+            assert first[name] == 2 * second[name] > 0
+        assert first["hybrid/peak_bytes"] == second["hybrid/peak_bytes"] <= second["hybrid/extra_bytes"]
+        assert first["hybrid/seconds"] > 0 and first["hybrid/extra_bytes"] == second["hybrid/extra_bytes"] > 0
+
+
+@pytest.mark.parametrize("how", ["broken always", "moved always"])
+def test_a_received_tensor_that_stays_broken_is_named_by_the_engine(how: str, results: dict[str, Any]) -> None:
+    """Overwritten or in other memory: found by comparing what the engine has now with what training has."""
+    errors = [rank[how]["error"] for rank in results["tp2, two replicas"]]
+    assert errors[0] == errors[1]
+    told = re.search(
+        rf"though they were sent twice; wrong tensor: {re.escape(TENSOR)} \(off by (\S+) at most\), on rank 1;",
+        errors[0],
+    )
+    assert told is not None, errors[0]
+    zero, difference = (rank[how]["difference"] for rank in results["tp2, two replicas"])
+    assert told[1] == f"{difference:.3g}" and difference > zero == 0
+    for rank in results["tp2, two replicas"]:
+        assert rank[how]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
+
+
 def test_commands_and_supervised_training_take_turns_too(tmp_path: Path) -> None:
     """Held-out scores are those of one rank, from `evaluate` and from supervised training before its first step."""
     experiment = write_run_experiment(tmp_path)

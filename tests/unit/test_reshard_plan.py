@@ -209,9 +209,14 @@ def test_a_rank_generates_with_the_experts_that_it_trains(
     assert nested_experts(8, ep, ep_ranks) == expected
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_every_stage_has_layers_in_every_bucket(pp: int) -> None:
-    """So that all ranks of a pipeline send at once: 28 layers of 1.5 B, of which a bucket holds five."""
+@pytest.mark.parametrize(("pp", "of_layers", "of_ends"), [(2, 6, 0), (4, 10, 2)])
+def test_every_stage_has_layers_in_every_bucket(pp: int, of_layers: int, of_ends: int) -> None:
+    """So that all ranks of a pipeline send at once: 28 layers of 93.6 MB.
+
+    With 2 stages a rank receives 14 and sends 14, 2.6 GB, in at least 5 buckets of 537 MB; with 4 it receives 21 and
+    sends 7 to 3 others, 3.9 GB, in at least 8. The tied embedding of 467 MB goes from the first stage to the two that
+    lack it.
+    """
     plan = planner("qwen2.5-1.5b", f"{pp}-1-1", 1, bucket_bytes=512 << 20)
     stages: dict[int, set[int]] = {}
     for kind in plan.kinds.kinds:
@@ -219,20 +224,8 @@ def test_every_stage_has_layers_in_every_bucket(pp: int) -> None:
             if layer is not None:
                 for bucket in plan.buckets.of_parameter(kind.name, layer):
                     stages.setdefault(bucket, set()).update(plan.stages_of(kind, layer))
-    assert len(stages) == plan.buckets.count == 7
-    stages.pop(6)  # what is left over
+    assert (len(stages), plan.buckets.count) == (of_layers, of_layers + of_ends)
     assert all(held == set(range(pp)) for held in stages.values())
-
-
-def test_buckets_are_bounded_and_the_same_on_all_ranks() -> None:
-    plan = planner("tiny-llama", "1-4-1", 1, bucket_bytes=100_000)
-    sizes: dict[int, int] = {}
-    for transfer in plan.receives(2):
-        if transfer.way is Way.GATHER:
-            for bucket in transfer.buckets:
-                sizes[bucket] = sizes.get(bucket, 0) + transfer.num_elements * 2 // len(transfer.buckets)
-    assert max(sizes.values()) <= 100_000
-    assert plan.buckets.count >= sum(sizes.values()) // 100_000
 
 
 def test_a_broken_map_is_found() -> None:

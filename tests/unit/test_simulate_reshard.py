@@ -29,6 +29,11 @@ def test_a_small_layout_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         assert (aliased, copied, redundant) == (pytest.approx(size / 4e6, abs=0.051), 0, 0)
         assert received == by_formula == pytest.approx(size * 0.75 / 1e6, abs=0.051)
     assert rows["replicated"][3] == pytest.approx(norms / 2e6, abs=0.051)
+    # In one bucket, on a rank of the first stage: 3/4 of dense weights are received, 1/4 is sent to 3 others; of the
+    # embedding 1/2 is received and 1/2 sent to 3, the output layer is received; so are the norms of 2 layers, 512 bytes
+    # each, and those of the other 2 are sent.
+    under_way = dense * 3 // 2 + vocabulary + vocabulary // 2 + 2 * 2 * 512 + 256
+    assert lines[-2] == f"beyond the parameters a switch takes at most {under_way:,} bytes on any rank"
     assert "placed once, no training row taken twice; sent = received for every rank" in lines[-1]
 
 

@@ -78,7 +78,7 @@ def account_of(planner: Planner, rank: int, transfers: Iterable[Transfer] | None
     account = Account()
     for transfer in planner.receives(rank) if transfers is None else transfers:
         held = account.classes[transfer.weight_class]
-        nbytes = transfer.num_elements * planner.element_bytes
+        nbytes = transfer.nbytes
         if transfer.way is Way.ALIAS:
             held.aliased += nbytes
         elif transfer.way is Way.LOCAL:
@@ -88,8 +88,7 @@ def account_of(planner: Planner, rank: int, transfers: Iterable[Transfer] | None
     for kind, layer in parameters(planner):
         if planner.training.stage(rank) in planner.stages_of(kind, layer):
             shards = _shards(planner, kind)
-            whole = kind.num_elements(planner.training.tp)
-            account.classes[kind.rule.weight_class].training += whole * planner.element_bytes // shards
+            account.classes[kind.rule.weight_class].training += planner.whole_bytes(kind) // shards
     return account
 
 
@@ -110,7 +109,7 @@ def formula_of(planner: Planner, name: WeightClass, generation_tp: int) -> Formu
     for kind, layer in parameters(planner):
         if kind.rule.weight_class != name:
             continue
-        size = kind.num_elements(grid.tp) * planner.element_bytes
+        size = planner.whole_bytes(kind)
         shards = _shards(planner, kind)
         generation = 1 if name == "replicated" else generation_tp
         part = Fraction(len(planner.stages_of(kind, layer)), grid.pp)

@@ -6,6 +6,7 @@ from itertools import combinations
 from typing import TypeVar
 
 from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.targets import real_length
 from megappo.engines.hybrid.transfers import Transfer
 
 Key = TypeVar("Key", bound=Hashable)
@@ -28,6 +29,10 @@ class _Area:
     def size(self) -> int:
         return (self.last - self.first) * (self.stop - self.start)
 
+    def before(self, row: int) -> "_Area":
+        """What of it lies before row `row`."""
+        return _Area(self.first, self.last, min(self.start, row), min(self.stop, row))
+
     def overlaps(self, other: "_Area") -> bool:
         return (
             self.first < other.last and other.first < self.last and self.start < other.stop and other.start < self.stop
@@ -42,18 +47,16 @@ class Auditor:
         self._disjoint: set[tuple[_Area, ...]] = set()
 
     def check(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        """Raises PlanError where a row of a generation parameter has no source or two (rows of padding that only
-        generation has may lack one), or a training row is taken twice."""
+        """Raises PlanError where a row of a generation parameter has no source or two (rows beyond the
+        end of the model's vocabulary may lack one), or a training row is taken twice."""
         placed = _areas(transfers, lambda each: (each.target, each.layer), _placed)
         for target in self._planner.targets.of(rank):
-            padding = target.length - sum(span.run.length for span in self._planner.parts.spans(target))
-            whole = len(target.experts or (0,)) * (
-                target.length - (padding if target.weight_class == "vocabulary" else 0)
-            )
+            real, num_experts = real_length(self._planner.kinds, target), len(target.experts or (0,))
             for layer in target.layers:
                 areas = placed.pop((target.name, layer), ())
                 self._require_disjoint(areas, f"rank {rank}: {target.name}, layer {layer}: two sources for")
-                if sum(area.size for area in areas) != whole:
+                is_whole = sum(area.before(real).size for area in areas) == num_experts * real
+                if not is_whole or any(area.stop > target.length for area in areas):
                     raise PlanError(f"rank {rank}: {target.name}, layer {layer}: {areas} are not all of its rows")
         if placed:
             raise PlanError(

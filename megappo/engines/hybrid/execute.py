@@ -1,12 +1,10 @@
 """Carries a plan out: binds aliases, copies locally, and moves the rest in buckets, the next one in flight meanwhile.
 
 Works on gloo and NCCL. Everything that can be known before the first switch is made once: messages are views of the
-training shards and of the destination's memory.
+training shards and of the destination's memory. Where the latter has moved they are made anew.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megappo.engines.hybrid.messages import Bucket, Message, Views, bucketed, packed, staging, unpack
+from megappo.engines.hybrid.copies import DeviceCopies, paired, widened
+from megappo.engines.hybrid.lost_ranks import SwitchError, await_device, lost_ranks_named, time_limit
+from megappo.engines.hybrid.messages import Bucket, Message, Views, bucketed, pack, unpack
 from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.staging import DevicePeak, MemoryMeter
 from megappo.engines.hybrid.transfers import Transfer, Way
 from megappo.engines.rollout import WorstTensor
 from megappo.models.weight_map import WeightClass
 
-
-class SwitchError(RuntimeError):
-    """The weights could not be moved: a rank was lost, or did not answer in time. They are unusable until sent anew."""
+__all__ = ["Destination", "Moved", "Sources", "Switch", "SwitchError", "widened"]
 
 
 class Sources(Protocol):
@@ -49,16 +48,27 @@ class Destination(Protocol):
         """Where the rows of `transfer` are to be written: [rows, columns], with experts [experts, rows, columns]."""
         ...
 
+    def has_moved(self) -> bool:
+        """Whether a parameter is not where `view` found it any more; asked for in every run."""
+        ...
+
+    def current(self, transfer: Transfer) -> Views | None:
+        """The rows of `transfer` as the engine has them now, shaped as those of the source; None where it has no such
+        rows. Without an effect."""
+        ...
+
 
 @dataclass
 class Moved:
-    """Bytes of one switch on this rank; `peak_bytes` is the staging memory that existed at once."""
+    """Bytes of one switch on this rank. `peak_bytes` is the most memory beyond parameters that was taken at once,
+    measured; `extra_bytes` what the plan allows (0 without one)."""
 
     aliased: int = 0
     copied: int = 0
     sent: int = 0
     received_by_class: Counter[WeightClass] = field(default_factory=Counter)
     peak_bytes: int = 0
+    extra_bytes: int = 0
 
     @property
     def received(self) -> int:
@@ -67,89 +77,81 @@ class Moved:
 
 @dataclass
 class _InFlight:
-    """A bucket under way: its requests, and the staging memory of what has to be unpacked, or outlive the sending."""
+    """A bucket under way: its requests, and the memory that its messages are received into and sent from."""
 
+    number: int
     requests: list[dist.Work]
     received: list[tuple[Message, Tensor]]
-    sent: list[Tensor]
-    staging_bytes: int
+    sent_bytes: int
 
 
 class Switch:
     """The transfers of one rank between two layouts, ready to be run any number of times.
 
-    `group` holds all ranks of the training grid. The destination's memory has to stay where it is between runs;
-    where it does not, make a new one. Every rank runs its own together.
+    `group` holds all ranks of the training grid. Every rank runs its own together.
     """
 
     def __init__(
         self, planner: Planner, rank: int, sources: Sources, destination: Destination, group: ProcessGroup | None
     ) -> None:
-        self._group = group
-        self._aliases: list[tuple[Transfer, Views]] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._has_run = False
-        self._copies: list[tuple[Transfer, Tensor, Tensor]] = []
+        self._planner = planner
+        self._rank = rank
+        self._sources = sources
         self._destination = destination
-        receives: list[tuple[Transfer, Views]] = []
-        for transfer in planner.receives(rank):
+        self._group = group
+        self._has_run = False
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Finds all memory that is read and written."""
+        self._aliases: list[tuple[Transfer, Views]] = []
+        self._local: list[tuple[Transfer, Views]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        self._received: list[tuple[Transfer, Views]] = []
+        for transfer in self._planner.receives(self._rank):
             if transfer.way is Way.GATHER:
-                receives.append((transfer, (destination.view(transfer),)))
+                self._received.append((transfer, (self._destination.view(transfer),)))
                 continue
-            views = sources.views(transfer)
+            views = self._sources.views(transfer)
             if transfer.way is Way.ALIAS:
                 self._aliases.append((transfer, views))
             else:
-                pairs = _paired(destination.view(transfer), views)
-                self._copies += [(transfer, target, source) for target, source in pairs]
-        self._copied_bytes = sum(target.nbytes for _, target, _ in self._copies)
+                self._local.append((transfer, views))
+                copied += paired((self._destination.view(transfer),), views)
+        self._copies = DeviceCopies(copied)
         self._aliased_bytes = sum(view.nbytes for _, views in self._aliases for view in views)
-        sends = [(transfer, sources.views(transfer)) for transfer in planner.sends(rank)]
-        self._buckets = bucketed(planner.buckets.count, receives, sends)
-        sizes = [bucket.staging_bytes for bucket in self._buckets] + [0]
-        self.extra_bytes = max((sum(sizes[index : index + 2]) for index in range(len(self._buckets))), default=0)
-        """Staging memory that a run takes at most: that of two neighbouring buckets."""
+        sends = [(transfer, self._sources.views(transfer)) for transfer in self._planner.sends(self._rank)]
+        self._buckets = bucketed(self._planner.buckets.count, self._received, sends)
+        messages = (message for bucket in self._buckets for message in (*bucket.receives, *bucket.sends))
+        self._device = next((message.parts[0].device for message in messages), torch.device("cpu"))
+        """Of what is sent and received, if anything is."""
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory beyond parameters that a run takes at most, by the plan."""
+        return self._planner.extra_bytes
 
     @torch.no_grad()
     def run(self) -> Moved:
         """Makes the training weights of this moment the generation layout's. Raises SwitchError."""
-        moved = Moved(aliased=self._aliased_bytes)
-        self._record_copies()
-        self._run_buckets(moved)
+        if self._destination.has_moved():
+            self._prepare()
+        moved = Moved(aliased=self._aliased_bytes, extra_bytes=self.extra_bytes)
+        if self._has_run:
+            self._copies.record()
+        meter, peak = MemoryMeter(), None
+        if self._device.type == "cuda":
+            peak = DevicePeak()
+        self._run_buckets(moved, meter)
         # Last, while a GPU still copies: where nothing has changed, this only looks.
         for transfer, views in self._aliases:
             self._destination.alias(transfer, views)
         self._has_run = True
+        moved.peak_bytes = max(meter.peak_bytes, peak.extra_bytes if peak is not None else 0)
         assert moved.peak_bytes <= self.extra_bytes, (
-            f"the switch took {moved.peak_bytes} bytes of staging, its plan has {self.extra_bytes}"
+            f"the switch took {moved.peak_bytes:,} bytes beyond the parameters, its plan has {self.extra_bytes:,}"
         )
         return moved
-
-    def _record_copies(self) -> None:
-        """On a GPU, in the second run: hundreds of small copies, replayed from then on, cost one launch."""
-        if self._graph is None and self._has_run and self._copies and self._copies[0][1].is_cuda:
-            torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._write_copies()
-
-    def _copy(self) -> int:
-        """The copies on the device; returns their bytes."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._copies:
-            self._write_copies()
-        return self._copied_bytes
-
-    def _write_copies(self) -> None:
-        # In 8 bytes at a time where that is possible: a GPU copies 2-byte numbers at half of its memory's speed.
-        pairs = [widened(target, source) for _, target, source in self._copies]
-        by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for target, source in pairs:
-            by_type.setdefault(target.dtype, []).append((target, source))
-        for several in by_type.values():
-            targets, sources = zip(*several, strict=True)
-            torch._foreach_copy_(targets, sources)
 
     def worst_tensor(self) -> WorstTensor | None:
         """The parameter that differs most on this rank; every rank calls it, after a run."""
@@ -173,64 +175,80 @@ class Switch:
         for transfer, views in self._aliases:
             if not self._destination.is_alias(transfer, views):
                 found[transfer.target_name] = torch.inf
-        for transfer, target, source in self._copies:
-            compare(transfer, target, source)
-        for bucket in self._buckets:
+        for transfer, views in self._local:
+            mine = self._destination.current(transfer)
+            if mine is None:
+                found[transfer.target_name] = torch.inf
+                continue
+            for target, source in paired(mine, views):
+                compare(transfer, target, source)
+        held: list[tuple[Transfer, Views]] = []
+        for transfer, views in self._received:
+            now = self._destination.current(transfer)
+            if now is None or now[0].dtype != views[0].dtype:
+                found[transfer.target_name] = torch.inf
+            held.append((transfer, views if transfer.target_name in found or now is None else now))
+        parts = bucketed(len(self._buckets), held, [])
+        for number, (bucket, ours) in enumerate(zip(self._buckets, parts, strict=True)):
             scratch = [
                 replace(message, parts=tuple(torch.empty_like(part) for part in message.parts))
-                for message in bucket.receives
+                for message in ours.receives
             ]
-            self._finish(self._post(Bucket(scratch, bucket.sends)), Moved())
-            for message, copy in zip(bucket.receives, scratch, strict=True):
-                for transfer, ours, theirs in zip(message.transfers, message.parts, copy.parts, strict=True):
-                    compare(transfer, ours, theirs)
+            again = Bucket(scratch, bucket.sends)
+            with lost_ranks_named(self._named(number)):
+                staging = torch.empty(again.staging_bytes, dtype=torch.uint8, device=self._device)
+                self._finish(self._post(number, again, staging), Moved())
+            for message, copy in zip(ours.receives, scratch, strict=True):
+                for transfer, part, theirs in zip(message.transfers, message.parts, copy.parts, strict=True):
+                    compare(transfer, part, theirs)
         return found
 
-    def _run_buckets(self, moved: Moved) -> None:
+    def _run_buckets(self, moved: Moved, meter: MemoryMeter) -> None:
         """The buckets, one ahead of the other; the copies on the device while the first one is under way."""
-        held, current = 0, None
+        staging = self._staging(meter)
+        current, last = None, None
         for number, bucket in enumerate([*self._buckets, None]):
-            with self._lost_ranks_named(number):
-                following = self._post(bucket) if bucket is not None else None
+            following = None
+            if bucket is not None:
+                with lost_ranks_named(self._named(number)):
+                    following = self._post(number, bucket, staging[number % 2])
             if number == 0:
-                moved.copied = self._copy()
-            held += following.staging_bytes if following is not None else 0
-            moved.peak_bytes = max(moved.peak_bytes, held)
+                moved.copied = self._copies.run()
             if current is not None:
-                with self._lost_ranks_named(number):
-                    held -= self._finish(current, moved)
+                with lost_ranks_named(self._named(current.number)):
+                    self._finish(current, moved)
+                last = current if current.requests else last
             current = following
+        if last is not None and self._device.type == "cuda":
+            with lost_ranks_named(self._named(last.number)):
+                await_device(last.requests, time_limit(self._group, self._device))
 
-    @contextmanager
-    def _lost_ranks_named(self, number: int) -> Iterator[None]:
-        """Makes errors of communication, while inside, SwitchErrors that say how far the switch was."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise  # no other rank's fault; it says itself how much was asked for
-        except (RuntimeError, ValueError) as error:
-            raise SwitchError(
-                f"the weights could not be moved to the generation layout: bucket {number} of "
-                f"{len(self._buckets)} failed, a rank is gone or did not answer in time ({error})"
-            ) from error
+    def _staging(self, meter: MemoryMeter) -> list[Tensor]:
+        """Memory for the even and for the odd buckets, empty where none are packed. Not a piece a message: NCCL lets go
+        of what it was given when its stream is done, and the host is ahead of that."""
+        sizes = [max((bucket.staging_bytes for bucket in self._buckets[turn::2]), default=0) for turn in (0, 1)]
+        return [meter.allocate(size, self._device) for size in sizes]
 
-    def _post(self, bucket: Bucket) -> _InFlight:
+    def _named(self, number: int) -> str:
+        return f"bucket {number} of {len(self._buckets)}"
+
+    def _post(self, number: int, bucket: Bucket, staging: Tensor) -> _InFlight:
         operations: list[dist.P2POp] = []
         received: list[tuple[Message, Tensor]] = []
-        sent: list[Tensor] = []
         for message in bucket.receives:
-            tensor = message.parts[0] if message.is_direct else staging(message)
+            tensor = bucket.memory_of(message, staging)
             received.append((message, tensor))
             operations.append(dist.P2POp(dist.irecv, tensor, message.peer, self._group))
         for message in bucket.sends:
-            tensor = message.parts[0] if message.is_direct else packed(message)
-            sent.append(tensor)
+            tensor = bucket.memory_of(message, staging)
+            if not message.is_direct:
+                pack(message, tensor)
             operations.append(dist.P2POp(dist.isend, tensor, message.peer, self._group))
         requests = dist.batch_isend_irecv(operations) if operations else []
-        return _InFlight(requests, received, sent, bucket.staging_bytes)
+        return _InFlight(number, requests, received, sum(message.nbytes for message in bucket.sends))
 
-    def _finish(self, bucket: _InFlight, moved: Moved) -> int:
-        """Waits for a bucket and unpacks it; the staging bytes that are free again."""
+    def _finish(self, bucket: _InFlight, moved: Moved) -> None:
+        """Waits for a bucket and unpacks it."""
         for request in bucket.requests:
             request.wait()
         for message, tensor in bucket.received:
@@ -238,21 +256,4 @@ class Switch:
                 moved.received_by_class[transfer.weight_class] += part.nbytes
             if not message.is_direct:
                 unpack(message, tensor)
-        moved.sent += sum(tensor.nbytes for tensor in bucket.sent)
-        return bucket.staging_bytes
-
-
-def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as flat int64 views, where they lie in one piece each, begin and end at 8 bytes, and have one type."""
-    if target.dtype != source.dtype or target.nbytes % 8:
-        return target, source
-    if not all(each.is_contiguous() and each.storage_offset() * each.itemsize % 8 == 0 for each in (target, source)):
-        return target, source
-    return target.flatten().view(torch.int64), source.flatten().view(torch.int64)
-
-
-def _paired(target: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
-    """(destination, source) of each view; a target's first dimension is that of the experts where there are several."""
-    if len(views) == 1:
-        return [(target, views[0])]
-    return list(zip(target.split(1), views, strict=True))
+        moved.sent += bucket.sent_bytes

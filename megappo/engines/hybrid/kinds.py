@@ -12,6 +12,7 @@ from math import prod
 from megappo.models.weight_map import EXPERT, Block, Rule, Segment, Shape, WeightMap, cut, padded_vocab_size
 
 LAYER = "{layer}"
+FLOAT32_BYTES = 4
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -54,6 +55,10 @@ class Kind:
     @property
     def axis(self) -> int:
         return self.rule.axis or 0
+
+    def element_bytes(self, of_model: int) -> int:
+        """Bytes of an element, in a model whose other elements have `of_model`."""
+        return FLOAT32_BYTES if self.rule.is_float32 else of_model
 
     def length(self, tp: int) -> int:
         """Rows (or columns) of the whole (expert's) matrix, the padding for `tp` ranks included."""

@@ -6,11 +6,12 @@ lies. `execute.py` sends them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megappo.engines.hybrid.transfers import Transfer
+from megappo.engines.hybrid.transfers import Lines, Transfer
 
 DIRECT_BYTES = 1 << 20
 """Parts of at least this size are messages of their own, which need no copy where their memory is in one piece."""
@@ -31,21 +32,13 @@ class Message:
     parts: tuple[Tensor, ...]
     transfers: tuple[Transfer, ...]
 
-    @property
-    def num_elements(self) -> int:
-        return sum(part.numel() for part in self.parts)
-
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.num_elements * self.parts[0].element_size()
+        return sum(part.nbytes for part in self.parts)
 
-    @property
+    @cached_property
     def is_direct(self) -> bool:
         return len(self.parts) == 1 and self.parts[0].is_contiguous()
-
-    @property
-    def staging_bytes(self) -> int:
-        return 0 if self.is_direct else self.nbytes
 
 
 @dataclass
@@ -55,9 +48,31 @@ class Bucket:
     receives: list[Message] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
 
-    @property
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Where messages that are packed lie in the bucket's staging memory, in bytes, by the message's identity.
+
+        They lie without gaps: those of whole 16 bytes first, so that they begin at 16, the others in the order of their
+        elements' sizes.
+        """
+        packed = [message for message in (*self.receives, *self.sends) if not message.is_direct]
+        packed.sort(key=lambda message: (message.nbytes % 16 > 0, -message.parts[0].itemsize))
+        places, end = {}, 0
+        for message in packed:
+            places[id(message)] = end
+            end += message.nbytes
+        return places
+
+    @cached_property
     def staging_bytes(self) -> int:
-        return sum(message.staging_bytes for message in (*self.receives, *self.sends))
+        return sum(message.nbytes for message in (*self.receives, *self.sends) if not message.is_direct)
+
+    def memory_of(self, message: Message, staging: Tensor) -> Tensor:
+        """Where a message is sent from or received: its own part, or its place in `staging`, flat."""
+        if message.is_direct:
+            return message.parts[0]
+        start = self.places[id(message)]
+        return staging[start : start + message.nbytes].view(message.parts[0].dtype)
 
 
 def bucketed(
@@ -70,9 +85,9 @@ def bucketed(
         for transfer, views in transfers:
             peer = transfer.target_rank if is_send else transfer.source_rank
             for index, bucket in enumerate(transfer.buckets):
-                part = _part(views, index, len(transfer.buckets))
-                if part:
-                    parts.setdefault((bucket, peer), []).append((transfer, part))
+                blocks = [(transfer, _block(transfer, views, lines)) for lines in transfer.blocks(index)]
+                if blocks:
+                    parts.setdefault((bucket, peer), []).extend(blocks)
         for (bucket, peer), several in parts.items():
             messages = buckets[bucket].sends if is_send else buckets[bucket].receives
             messages += _messages(peer, several)
@@ -94,27 +109,17 @@ def _messages(peer: int, several: Iterable[tuple[Transfer, Views]]) -> list[Mess
     return messages
 
 
-def _part(views: Views, index: int, count: int) -> Views:
-    """Part `index` of `count` equal parts along the first dimension, or of the list of experts."""
-    if len(views) > 1:
-        start, stop = len(views) * index // count, len(views) * (index + 1) // count
-        return views[start:stop]
-    size = views[0].shape[0]
-    start, stop = size * index // count, size * (index + 1) // count
-    return (views[0][start:stop],) if stop > start else ()
+def _block(transfer: Transfer, views: Views, lines: Lines) -> Views:
+    if transfer.experts is None:
+        return (views[0][lines.start : lines.stop],)
+    if len(views) == 1:
+        return (views[0][lines.first : lines.last, lines.start : lines.stop],)
+    return tuple(view[:, lines.start : lines.stop] for view in views[lines.first : lines.last])
 
 
-def staging(message: Message) -> Tensor:
-    """New memory for a message, flat."""
-    part = message.parts[0]
-    return torch.empty(message.num_elements, dtype=part.dtype, device=part.device)
-
-
-def packed(message: Message) -> Tensor:
-    """A copy of the message's parts in one piece."""
-    flat = staging(message)
+def pack(message: Message, flat: Tensor) -> None:
+    """Copies the message's parts into `flat`, one after the other."""
     torch._foreach_copy_(_slices(message, flat), list(message.parts))
-    return flat
 
 
 def unpack(message: Message, flat: Tensor) -> None:

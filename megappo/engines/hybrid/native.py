@@ -3,6 +3,7 @@
 Nothing exists twice: a rank holds its training shard and, while generating, the shards that it received.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from megappo.engines.hybrid.measure import measured_account
 from megappo.engines.hybrid.messages import Views
 from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.sources import TrainingShards
-from megappo.engines.hybrid.targets import NativeTargets, Target
+from megappo.engines.hybrid.targets import NativeTargets, Target, real_length
 from megappo.engines.hybrid.transfers import Transfer
-from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.hybrid.weights import GenerationWeights, Pieces
 from megappo.engines.rollout import HeldBytes, SyncReport, WorstTensor
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.mesh import Mesh
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class PieceDestination:
         self._float32 = float32
         self._device = device
         self._pieces: dict[tuple[str, int | None], list[_Piece]] = {}
+        self._filled: GenerationWeights | None = None
         self.received_bytes = 0
 
     def alias(self, transfer: Transfer, views: Views) -> None:
@@ -50,8 +54,30 @@ class PieceDestination:
             self._keep(transfer, view, place)
 
     def is_alias(self, transfer: Transfer, views: Views) -> bool:
-        ours = {piece.tensor.data_ptr() for pieces in self._pieces.values() for piece in pieces}
-        return all(view.data_ptr() in ours for view in views)
+        current = self.current(transfer)
+        if current is None:
+            return False
+        ours, theirs = (
+            [matrix.data_ptr() for view in several for matrix in _matrices(transfer, view)]
+            for several in (current, views)
+        )
+        return ours == theirs
+
+    def has_moved(self) -> bool:
+        """Never: pieces are for one run, and go to the weights after it."""
+        return False
+
+    def current(self, transfer: Transfer) -> Views | None:
+        """The piece in the weights that were filled, as the engine reads it; of experts one each."""
+        assert self._filled is not None, "the weights were not filled yet"
+        name, run = transfer.target_name, transfer.experts
+        if run is None:
+            piece = _piece_at(self._filled.parameters.get(name, ()), transfer)
+            return None if piece is None else (piece,)
+        held = self._filled.experts.get(name, {})
+        pieces = [_piece_at(held.get(run.first + number, ()), transfer) for number in range(run.count)]
+        found = tuple(piece[None] for piece in pieces if piece is not None)
+        return found if len(found) == run.count else None
 
     def view(self, transfer: Transfer) -> Tensor:
         """A new piece to receive `transfer` into: [rows], or with the width before or after; experts come first."""
@@ -67,15 +93,20 @@ class PieceDestination:
         self._keep(transfer, tensor, 0)
         return tensor
 
-    def fill(self, weights: GenerationWeights, targets: Sequence[Target]) -> None:
-        """Hands the pieces over, in order; rows that training has not, padding of the vocabulary, are zeros."""
+    def fill(self, weights: GenerationWeights, targets: Sequence[Target], kinds: Kinds) -> None:
+        """Hands the pieces over, in order. Rows beyond the end of the model's vocabulary that training has not are
+        zeros; AssertionError where others came from nowhere."""
+        self._filled = weights
         for target in targets:
+            real = real_length(kinds, target)
             for layer in target.layers:
                 name = with_numbers(target.name, layer)
                 if target.experts is None:
-                    weights.parameters[name] = self._ordered(name, None, target)
+                    weights.parameters[name] = self._ordered(name, None, target, real)
                 else:
-                    weights.experts[name] = {expert: self._ordered(name, expert, target) for expert in target.experts}
+                    weights.experts[name] = {
+                        expert: self._ordered(name, expert, target, real) for expert in target.experts
+                    }
 
     def _keep(self, transfer: Transfer, tensor: Tensor, place: int) -> None:
         name, offset, run = transfer.target_name, transfer.target_offset, transfer.experts
@@ -85,17 +116,33 @@ class PieceDestination:
         for number, matrix in enumerate(tensor.unbind(0)):
             self._pieces.setdefault((name, run.first + place + number), []).append(_Piece(offset, matrix))
 
-    def _ordered(self, name: str, expert: int | None, target: Target) -> tuple[Tensor, ...]:
+    def _ordered(self, name: str, expert: int | None, target: Target, real: int) -> Pieces:
         pieces = sorted(self._pieces.get((name, expert), ()), key=lambda piece: piece.offset)
         end = 0
         for piece in pieces:
             assert piece.offset == end, f"rows {end} to {piece.offset} of {name} came from nowhere"
             end += piece.tensor.shape[target.axis]
         tensors = [piece.tensor for piece in pieces]
+        assert end >= real, f"rows {end} to {real} of {name} came from nowhere"
         if end < target.length:
-            assert target.weight_class == "vocabulary", f"rows from {end} on of {name} came from nowhere"
             tensors.append(torch.zeros(target.length - end, target.width or 1, dtype=self._dtype, device=self._device))
         return tuple(tensors)
+
+
+def _matrices(transfer: Transfer, view: Tensor) -> Sequence[Tensor]:
+    """The experts' of a view of several."""
+    return [view] if transfer.experts is None else view.unbind(0)
+
+
+def _piece_at(pieces: Pieces, transfer: Transfer) -> Tensor | None:
+    """The piece that begins where the rows of `transfer` belong, if it has as many."""
+    offset = 0
+    for piece in pieces:
+        length = piece.shape[transfer.axis]
+        if (offset, length) == (transfer.target_offset, transfer.length):
+            return piece
+        offset += length
+    return None
 
 
 class HybridTransfer:
@@ -136,6 +183,7 @@ class HybridTransfer:
             generation_tp=grid.tp,
             grouped_experts=self._sources.has_grouped_experts,
         )
+        _log.info("weights between layouts: %s", self._planner.description)
 
     @property
     def planner(self) -> Planner:
@@ -162,6 +210,7 @@ class HybridTransfer:
             seconds=seconds,
             bytes_received=moved.received,
             peak_bytes=moved.peak_bytes,
+            extra_bytes=moved.extra_bytes,
             transfer_seconds=seconds,
             held=HeldBytes(asleep=asleep, with_weights=self._held_bytes, awake=self._held_bytes),
         )
@@ -171,7 +220,7 @@ class HybridTransfer:
         self._sources.refresh()
         self._switch = Switch(self._planner, self._mesh.rank, self._sources, destination, self._mesh.world_group)
         moved = self._sources.with_copies_counted(self._switch.run(), self._planner, self._mesh.rank)
-        destination.fill(self._weights, self._targets.of(self._mesh.rank))
+        destination.fill(self._weights, self._targets.of(self._mesh.rank), self._planner.kinds)
         self._held_bytes = destination.received_bytes
         return moved
 

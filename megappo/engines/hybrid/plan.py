@@ -7,10 +7,12 @@ on one machine. Imports neither torch nor megatron; `execute.py` carries a plan 
 from collections.abc import Iterator, Sequence
 
 from megappo.config.grid import TrainingGrid
-from megappo.engines.hybrid.buckets import Buckets
+from megappo.engines.hybrid.buckets import Buckets, StagesOf
 from megappo.engines.hybrid.kinds import Kind, Kinds
+from megappo.engines.hybrid.layout_text import layout_text
 from megappo.engines.hybrid.parts import Part, Parts
 from megappo.engines.hybrid.targets import EngineTargets, Target
+from megappo.engines.hybrid.traffic import Traffic
 from megappo.engines.hybrid.transfers import Transfer, Way
 
 
@@ -18,9 +20,9 @@ class Planner:
     """Plans for the ranks of one training grid and the generation engine that `targets` describes.
 
     `layers_of_stages`: how many layers each pipeline stage holds; of more than there are ranks in a pipeline, virtual
-    stages, these have every pp-th. `element_bytes` is the size of an element,
-    `bucket_bytes` what a rank receives at once at most (a bucket holds at least one row, or one expert).
-    `grouped_experts`: training holds the experts of a layer in one parameter.
+    stages, these have every pp-th. `element_bytes` is the size of an element, of kinds that are not always float32.
+    `bucket_bytes` bounds what a rank receives and sends at once. `grouped_experts`: training holds the experts of a
+    layer in one parameter. ConfigError where `bucket_bytes` is less than a row to each of a rank's peers.
     """
 
     def __init__(
@@ -39,23 +41,34 @@ class Planner:
         self.kinds = kinds
         self.training = training
         self.targets = targets
+        self.generation_tp = generation_tp
         self.element_bytes = element_bytes
-        self._stage_of_layer = [
-            stage % training.pp for stage, count in enumerate(layers_of_stages) for _ in range(count)
-        ]
-        self.buckets = Buckets.of(kinds, self._stage_of_layer, training.tp, generation_tp, element_bytes, bucket_bytes)
+        stage_of_layer = [stage % training.pp for stage, count in enumerate(layers_of_stages) for _ in range(count)]
+        self.stages_of = StagesOf(stage_of_layer, _stages_of_ends(kinds, training.pp))
+        """(kind, layer) → the pipeline stages that hold a parameter: one, or two for a tied embedding."""
         self.parts = Parts(kinds, training, grouped_experts=grouped_experts)
+        traffic = Traffic(training, targets, self.parts, element_bytes)
+        self.buckets = Buckets.of(kinds, self.stages_of, traffic, bucket_bytes)
         # By the identity of a rank's targets, which are kept alive beside, as in `Parts`.
         self._held: dict[tuple[int, int, int], tuple[Sequence[Target], list[tuple[Target, list[Part]]]]] = {}
 
-    def stages_of(self, kind: Kind, layer: int | None) -> tuple[int, ...]:
-        """The pipeline stages that hold a parameter: one, or two for a tied embedding."""
-        if layer is not None:
-            return (self._stage_of_layer[layer],)
-        first, last = 0, self.training.pp - 1
-        if kind.name in self.kinds.tied and first != last:
-            return first, last
-        return (first,) if kind.name.startswith("embedding.") else (last,)
+    @property
+    def description(self) -> str:
+        """What is planned and what it takes, for a log."""
+        return (
+            f"{layout_text(self.training)} → replicas of {self.generation_tp}, in {self.buckets.count} buckets; a "
+            f"switch takes at most {self.extra_bytes:,} bytes beyond the parameters on any rank"
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory beyond parameters that a switch takes at most on any rank: that of two buckets, as if nothing of them
+        were sent from where it lies or received where it belongs. Twice `bucket_bytes` at most."""
+        return self.buckets.extra_bytes
+
+    def whole_bytes(self, kind: Kind) -> int:
+        """Bytes of one layer's parameter, with the padding of training."""
+        return kind.num_elements(self.training.tp) * kind.element_bytes(self.element_bytes)
 
     def receives(self, rank: int, source_rank: int | None = None) -> Iterator[Transfer]:
         """Everything that the parameters of `rank` are made of, in an order that depends on the engine alone; with
@@ -125,9 +138,21 @@ class Planner:
             width=part.kind.width,
             experts=experts,
             num_elements=run.length * (part.kind.width or 1) * (1 if experts is None else experts.count),
+            element_bytes=part.kind.element_bytes(self.element_bytes),
             weight_class=target.weight_class,
             buckets=self.buckets.of_parameter(part.kind.name, layer),
         )
+
+
+def _stages_of_ends(kinds: Kinds, pp: int) -> dict[str, tuple[int, ...]]:
+    """The stages of the kinds outside of the layers."""
+    first, last = (0,), (pp - 1,)
+    ends: dict[str, tuple[int, ...]] = {}
+    for kind in kinds.kinds:
+        if None in kind.layers:
+            is_copied = kind.name in kinds.tied and pp > 1
+            ends[kind.name] = first + last if is_copied else first if kind.name.startswith("embedding.") else last
+    return ends
 
 
 def even_stages(num_layers: int, pp: int) -> list[int]:

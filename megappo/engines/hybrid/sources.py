@@ -65,8 +65,8 @@ class TrainingShards:
     def with_copies_counted(self, moved: Moved, planner: Planner, rank: int) -> Moved:
         """`moved`, in which the bytes of merged copies that an engine aliases count as copied."""
         if self._adapted:
-            merged = planner.element_bytes * sum(
-                transfer.num_elements
+            merged = sum(
+                transfer.nbytes
                 for transfer in planner.receives(rank)
                 if transfer.way is Way.ALIAS and transfer.source_name in self._adapted
             )

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megappo.engines.hybrid.execute import Moved
+from megappo.engines.hybrid.lost_ranks import lost_ranks_named
+from megappo.engines.hybrid.staging import MemoryMeter
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge
 from megappo.models.export_hf import assembled
@@ -40,18 +41,20 @@ def hf_tensors(model: nn.Module, spec: ModelSpec, mesh: Mesh, moved: Moved) -> I
 
     `model` is this rank's stage of a language model, whose adapters are merged into the tensors. Collective: every rank
     of the world takes all tensors. What was sent and received is added to `moved`, and the most bytes of these tensors
-    that were alive at once.
+    that were alive at once. Raises SwitchError where a rank is lost.
     """
     weight_map = spec.family.weight_map(spec.shape, "lm")
     stage = [parameter for parameter in stage_parameters(model, weight_map) if not parameter.rule.is_copy]
     stream = _Stream(weight_map, mesh, moved, Merge(model))
-    by_stage = gather_objects(gather_objects([_entry(parameter) for parameter in stage], mesh.ep_group), mesh.pp_group)
+    entries = [_entry(parameter) for parameter in stage]
+    with lost_ranks_named("the list of parameters"):
+        by_stage = gather_objects(gather_objects(entries, mesh.ep_group), mesh.pp_group)
     for number, by_ep_rank in enumerate(by_stage):
         for place, entry in enumerate(by_ep_rank[0]):
             own = stage[place] if number == mesh.pp_rank else None
             if entry.is_expert:
-                for ep_rank, entries in enumerate(by_ep_rank):
-                    yield from stream.expert(entries[place], own, number, ep_rank)
+                for ep_rank, of_rank in enumerate(by_ep_rank):
+                    yield from stream.expert(of_rank[place], own, number, ep_rank)
             else:
                 yield from stream.dense(entry, own, number)
 
@@ -70,12 +73,12 @@ class _Stream:
         self._mesh = mesh
         self._moved = moved
         self._merge = merge
-        self._alive: list[tuple[StorageWeakRef, int]] = []
+        self._meter = MemoryMeter()
 
     def dense(self, entry: _Entry, own: StageParameter | None, stage: int) -> Iterator[tuple[str, Tensor]]:
         tensors = self._empty(entry) if own is None else self._whole(own, self._mesh.tp_group)
         for name, tensor in tensors.items():
-            self._send(tensor, entry, self._mesh.pp_group, stage)
+            self._send(name, tensor, entry, self._mesh.pp_group, stage)
             yield name, tensor
 
     def expert(
@@ -86,8 +89,8 @@ class _Stream:
         tensors = self._whole(own, self._mesh.etp_group) if own is not None and is_mine else self._empty(entry)
         for name, tensor in tensors.items():
             if own is not None:
-                self._send(tensor, entry, self._mesh.ep_group, ep_rank)
-            self._send(tensor, entry, self._mesh.pp_group, stage)
+                self._send(name, tensor, entry, self._mesh.ep_group, ep_rank)
+            self._send(name, tensor, entry, self._mesh.pp_group, stage)
             yield name, tensor
 
     def _empty(self, entry: _Entry) -> dict[str, Tensor]:
@@ -104,7 +107,8 @@ class _Stream:
         shards = [shard]
         if parameter.rule.axis is not None and group.size() > 1:
             shards = [torch.empty_like(shard) for _ in range(group.size())]
-            dist.all_gather(shards, shard, group=group)
+            with lost_ranks_named(f"the shards of {parameter.name}"):
+                dist.all_gather(shards, shard, group=group)
             self._watch(shards)
             self._count(
                 parameter.rule.weight_class, shard.nbytes * (group.size() - 1), shard.nbytes * (group.size() - 1)
@@ -113,11 +117,12 @@ class _Stream:
         self._watch(list(tensors.values()))
         return tensors
 
-    def _send(self, tensor: Tensor, entry: _Entry, group: ProcessGroup, source: int) -> None:
+    def _send(self, name: str, tensor: Tensor, entry: _Entry, group: ProcessGroup, source: int) -> None:
         """From the group's rank `source` to all others."""
         if group.size() == 1:
             return
-        dist.broadcast(tensor, group=group, group_src=source)
+        with lost_ranks_named(f"tensor {name}"):
+            dist.broadcast(tensor, group=group, group_src=source)
         is_source = group.rank() == source
         sent, received = (tensor.nbytes * (group.size() - 1), 0) if is_source else (0, tensor.nbytes)
         self._count(entry.weight_class, sent, received)
@@ -128,6 +133,5 @@ class _Stream:
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
         """Adds up the bytes of this stream's tensors that somebody holds at this moment."""
-        self._alive = [(storage, size) for storage, size in self._alive if not storage.expired()]
-        self._alive += [(StorageWeakRef(tensor.untyped_storage()), tensor.nbytes) for tensor in tensors]
-        self._moved.peak_bytes = max(self._moved.peak_bytes, sum(size for _, size in self._alive))
+        self._meter.watch(tensors)
+        self._moved.peak_bytes = max(self._moved.peak_bytes, self._meter.peak_bytes)

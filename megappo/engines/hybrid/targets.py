@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megappo.config.grid import GenerationGrid
-from megappo.engines.hybrid.kinds import Kinds, shard_segments
+from megappo.engines.hybrid.kinds import Kind, Kinds, shard_segments
 from megappo.models.weight_map import Segment, WeightClass
 
 
@@ -53,6 +53,7 @@ class NativeTargets:
         self._grid = grid
         self._cache: dict[tuple[int, tuple[int, ...]], tuple[Target, ...]] = {}
         self._of_rank: dict[int, tuple[Target, ...]] = {}
+        self._dense: dict[tuple[tuple[str, int | None], int], Target] = {}
 
     def of(self, rank: int) -> Sequence[Target]:
         """The parameters that global rank `rank` decodes with; equal ranks share them."""
@@ -67,25 +68,42 @@ class NativeTargets:
     def _made(self, place: int, ep_ranks: tuple[int, ...]) -> Sequence[Target]:
         targets = []
         for kind in self._kinds.kinds:
-            rule, experts = kind.rule, None
+            rule = kind.rule
             if rule.experts is not None:
                 experts = nested_experts(rule.experts, self._grid.training.ep, ep_ranks)[place]
                 segments = tuple(segment for block in rule.blocks for segment in block)
-            else:
-                segments = shard_segments(rule, self._grid.tp, place)
-            targets.append(
-                Target(
-                    name=kind.name,
-                    layers=kind.layers,
-                    axis=kind.axis,
-                    width=kind.width,
-                    weight_class=rule.weight_class,
-                    segments=segments,
-                    experts=experts,
-                    takes_pieces=True,
-                )
-            )
+                targets.append(_native_target(kind, segments, experts))
+                continue
+            if (kind.key, place) not in self._dense:  # whatever experts it has beside, a place shares them
+                self._dense[kind.key, place] = _native_target(kind, shard_segments(rule, self._grid.tp, place), None)
+            targets.append(self._dense[kind.key, place])
         return targets
+
+
+def _native_target(kind: Kind, segments: tuple[Segment, ...], experts: tuple[int, ...] | None) -> Target:
+    return Target(
+        name=kind.name,
+        layers=kind.layers,
+        axis=kind.axis,
+        width=kind.width,
+        weight_class=kind.rule.weight_class,
+        segments=segments,
+        experts=experts,
+        takes_pieces=True,
+    )
+
+
+def real_length(kinds: Kinds, target: Target) -> int:
+    """Rows of a target that the model has: all but the padding at the end of a vocabulary, which training may lack."""
+    if target.weight_class != "vocabulary":
+        return target.length
+    real = 0
+    for segment in target.segments:
+        assert segment.source is not None, "padding has been given places"
+        (block,) = kinds.of_source[segment.source, target.layers[0]].rule.blocks
+        vocabulary_size = sum(each.length for each in block)
+        real += max(0, min(segment.start + segment.length, vocabulary_size) - segment.start)
+    return real
 
 
 def nested_experts(num_experts: int, ep: int, ep_ranks: Sequence[int]) -> list[tuple[int, ...]]:

@@ -3,6 +3,7 @@
 Which there are, `plan.py` says; `execute.py` carries them out. Imports neither torch nor megatron.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,12 +34,28 @@ class ExpertRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines `start` … `stop - 1` of the matrices of experts `first` … `last - 1` of a transfer, counted from 0 on both;
+    what has no experts counts as one."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
+def num_lines(axis: int, length: int, width: int | None) -> int:
+    """Indices of the first dimension of a matrix of which `length` rows (columns for `axis` 1) travel."""
+    return length if axis == 0 or width is None else width
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """Rows of one training parameter that become rows of one generation parameter.
 
     `source` and `target` are parameter names with `{layer}` for `layer`. Offsets and `length` count rows along `axis`
     (of each of the experts), `width` is the other dimension (None: a vector). It travels in `buckets`, in parts of
-    equal size along its first dimension.
+    equal numbers of lines.
     """
 
     way: Way
@@ -54,8 +71,29 @@ class Transfer:
     width: int | None
     experts: ExpertRun | None
     num_elements: int
+    element_bytes: int
     weight_class: WeightClass
     buckets: range
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
+    @property
+    def lines(self) -> int:
+        """Indices of the first dimension of a matrix (of each expert's, one after the other)."""
+        return num_lines(self.axis, self.length, self.width) * (1 if self.experts is None else self.experts.count)
+
+    def blocks(self, index: int) -> Iterator["Lines"]:
+        """The lines that travel in the bucket at place `index` of `buckets`, cut where an expert ends."""
+        count, per_expert = len(self.buckets), num_lines(self.axis, self.length, self.width)
+        start, stop = self.lines * index // count, self.lines * (index + 1) // count
+        while start < stop:
+            expert, row = divmod(start, per_expert)
+            whole = (stop - start) // per_expert if row == 0 else 0
+            end = start + whole * per_expert if whole else min(stop, (expert + 1) * per_expert)
+            yield Lines(expert, expert + max(1, whole), row, per_expert if whole else row + end - start)
+            start = end
 
     @property
     def source_name(self) -> str:

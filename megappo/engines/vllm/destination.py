@@ -16,7 +16,7 @@ _DEEPER = (".experts.w", ".experts.routed_experts.w")
 class VLLMDestination:
     """Finds parameters by name anew each time: vLLM replaces Parameter objects after loading (0.20.2), in place.
 
-    Memory that is written to must stay where it is between switches; vLLM's sleep mode keeps addresses.
+    vLLM's sleep mode keeps addresses; where memory that is written to has moved nevertheless, it is found anew.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -24,6 +24,7 @@ class VLLMDestination:
         self._device = device
         self._found: dict[str, tuple[nn.Module, str]] = {}
         self._bound: dict[tuple[str, int | None], tuple[dict[str, nn.Parameter | None], str]] = {}
+        self._written: dict[tuple[str, int | None], tuple[dict[str, nn.Parameter | None], str, int]] = {}
 
     def alias(self, transfer: Transfer, views: Views) -> None:
         """Binds the whole parameter to the training shard's memory; nothing where it is bound."""
@@ -46,12 +47,28 @@ class VLLMDestination:
         parameter = parameters[leaf]
         return parameter is not None and parameter.data_ptr() == views[0].data_ptr()
 
+    def has_moved(self) -> bool:
+        """Whether a parameter that `view` gave a part of is in other memory now."""
+        return any(
+            (parameter := parameters[leaf]) is None or parameter.data_ptr() != address
+            for parameters, leaf, address in self._written.values()
+        )
+
+    def current(self, transfer: Transfer) -> Views | None:
+        return (self._part(self.parameter(transfer.target_name).data, transfer),)
+
     def view(self, transfer: Transfer) -> Tensor:
         """The part of vLLM's parameter that `transfer` fills; a parameter on meta gets its memory now."""
         name = transfer.target_name
         if self.parameter(name).is_meta:
             self._give_memory(name, torch.empty_like(self.parameter(name), device=self._device))
         tensor = self.parameter(name).data
+        module, leaf = self._found[name]
+        self._written[transfer.key] = module._parameters, leaf, tensor.data_ptr()
+        return self._part(tensor, transfer)
+
+    @staticmethod
+    def _part(tensor: Tensor, transfer: Transfer) -> Tensor:
         axis, run = transfer.axis, transfer.experts
         if run is not None:
             tensor = tensor.narrow(0, run.target_place, run.count)

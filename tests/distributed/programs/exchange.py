@@ -138,6 +138,7 @@ def switch_metrics(mesh: Mesh) -> dict[str, float]:
         transfer_seconds=factor / 8,
         release_seconds=factor / 16,
         peak_bytes=peak,
+        extra_bytes=peak * 3 // 2,
         held=HeldBytes(asleep, weights, awake),
     )
     return sync_metrics(report, mesh)

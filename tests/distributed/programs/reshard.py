@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
@@ -20,16 +21,23 @@ from megatron.core import parallel_state
 from megappo.config.grid import GenerationGrid
 from megappo.config.layout import LayoutConfig
 from megappo.engines.hybrid.account import CLASSES, Account, account_of, formula_of
-from megappo.engines.hybrid.execute import Moved
+from megappo.engines.hybrid.execute import Moved, Switch
 from megappo.engines.hybrid.native import HybridTransfer
+from megappo.engines.hybrid.plan import Planner
+from megappo.engines.hybrid.sources import TrainingShards
+from megappo.engines.hybrid.staging import MemoryMeter
 from megappo.engines.hybrid.stream import hf_tensors
 from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.vllm.destination import VLLMDestination
+from megappo.engines.vllm.targets import VLLMTargets
+from megappo.models.architecture import ModelSpec
 from megappo.models.build import build_model, read_model
 from megappo.models.families.base import Family, ModelShape
 from megappo.models.import_hf import import_hf
 from megappo.models.weight_map import Head, WeightMap
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh
+from tests.support.engine_stand_in import engine_stand_in
 from tests.support.fingerprints import WholeTensors
 
 
@@ -51,28 +59,32 @@ def main() -> None:
 def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     spec = read_model(folder)
     experts = "sequential" if case.get("sequential") else "grouped"
-    model = build_model(spec, mesh, dtype=torch.float32, layers="torch", head="lm", experts=experts)
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    model = build_model(spec, mesh, dtype=dtype, layers="torch", head="lm", experts=experts)
     import_hf(model, spec, mesh)
     grid = GenerationGrid(mesh.training_grid, case["generation"])
     weights = GenerationWeights()
     planned_spec = replace(spec, family=BrokenFamily(spec.family)) if case.get("broken") else spec
-    transfer = HybridTransfer(model, planned_spec, mesh, grid, weights, case.get("bucket_bytes", 1 << 16))
+    transfer = HybridTransfer(model, planned_spec, mesh, grid, weights, case.get("bucket_bytes", 1 << 18))
     report = transfer.run()
-    wrong, elements = compare(weights, WholeTensors(folder), spec.shape, grid.tp, grid.tp_rank(mesh.rank))
+    wrong, elements = compare(weights, whole_tensors(folder, dtype), spec.shape, grid.tp, grid.tp_rank(mesh.rank))
     # An update of the training weights reaches the aliases at once, and the rest with the next run.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.25)
     transfer.run()
-    updated = WholeTensors(folder)
+    updated = whole_tensors(folder, dtype)
     updated.tensors = {name: tensor + 0.25 for name, tensor in updated.tensors.items()}
     late, _ = compare(weights, updated, spec.shape, grid.tp, grid.tp_rank(mesh.rank), padding=0.25)
     named = name_spoiled(transfer, weights, mesh) if case.get("spoil") else None
+    moved = name_moved(model, spec, mesh, transfer.planner, grid) if case.get("moved") else None
+    order, greedy = ([], "") if "bucket_bytes" not in case else (order_of(transfer), told_when_greedy(transfer, mesh))
     planned, counted = account_of(transfer.planner, mesh.rank), transfer.measured()
     measured = {
         "is_planned": planned == counted,
         "wrong": wrong,
         "named": named,
+        "moved": moved,
         "late": late,
         "elements": elements,
         "received": report.bytes_received,
@@ -80,6 +92,10 @@ def run_case(folder: Path, case: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         "copied": report.bytes_copied,
         "aliased": report.bytes_aliased,
         "staging": report.peak_bytes,
+        "extra": report.extra_bytes,
+        "buckets": transfer.planner.buckets.count,
+        "order": order,
+        "greedy": greedy,
         "parameters": parameter_bytes(model, weights),
     }
     ranks = gather_objects((measured, counted), mesh.world_group)
@@ -120,6 +136,90 @@ def name_spoiled(transfer: HybridTransfer, weights: GenerationWeights, mesh: Mes
     transfer.run()
     repaired = transfer.worst_tensor()
     return [None if each is None else str(each) for each in (before, after, repaired)]
+
+
+def name_moved(
+    model: torch.nn.Module, spec: ModelSpec, mesh: Mesh, plan: Planner, grid: GenerationGrid
+) -> list[str | bool | None]:
+    """What a switch into vLLM's parameters names as wrong: at first, after one was given other memory on rank 1, and
+    after the next run; and whether that filled the new memory."""
+    targets = VLLMTargets(plan.kinds, spec.shape, grid, expert_parallel=False)
+    planner = Planner(
+        plan.kinds, plan.training, targets, layers_of_stages=mesh.stage_layers(spec.shape.num_layers), element_bytes=4,
+        bucket_bytes=1 << 14, generation_tp=grid.tp,
+    )  # fmt: skip
+    engine, sources = (
+        engine_stand_in(targets.of(mesh.rank)),
+        TrainingShards(model, spec.family.weight_map(spec.shape, "lm")),
+    )
+    switch = Switch(planner, mesh.rank, sources, VLLMDestination(engine, mesh.device), mesh.world_group)
+    switch.run()
+    named, parameter = [switch.worst_tensor()], engine.get_parameter("model.layers.3.mlp.down_proj.weight")
+    right = parameter.detach().clone()
+    if mesh.rank == 1:
+        parameter.data = torch.zeros_like(right)
+    named.append(switch.worst_tensor())
+    switch.run()
+    named.append(switch.worst_tensor())
+    return [*(None if each is None else each.name for each in named), torch.equal(parameter, right)]
+
+
+def whole_tensors(folder: Path, dtype: torch.dtype) -> WholeTensors:
+    """As a model of `dtype` holds them."""
+    whole = WholeTensors(folder)
+    whole.tensors = {
+        name: tensor if name.endswith("e_score_correction_bias") else tensor.to(dtype)
+        for name, tensor in whole.tensors.items()
+    }
+    return whole
+
+
+class WatchedRequest:
+    """Of one post."""
+
+    def __init__(self, request: Any, number: int, order: list[str]) -> None:
+        self.request = request
+        self.note = f"wait {number}"
+        self.order = order
+
+    def wait(self) -> None:
+        if self.note not in self.order:
+            self.order.append(self.note)
+        self.request.wait()
+
+
+def order_of(transfer: HybridTransfer) -> list[str]:
+    """Posts of a run, and the first wait for each, in order."""
+    order: list[str] = []
+    post = dist.batch_isend_irecv
+
+    def posting(operations: Any) -> Any:
+        number = sum(note.startswith("post") for note in order)
+        order.append(f"post {number}")
+        return [WatchedRequest(request, number, order) for request in post(operations)]
+
+    with patch.object(dist, "batch_isend_irecv", posting):
+        transfer.run()
+    return order
+
+
+def told_when_greedy(transfer: HybridTransfer, mesh: Mesh) -> str:
+    """What the switch says when rank 1 takes more memory than the plan allows; nothing where it is content."""
+    allocate, more = MemoryMeter.allocate, []
+
+    def greedy(meter: MemoryMeter, nbytes: int, device: torch.device) -> torch.Tensor:
+        if mesh.rank == 1 and not more:
+            more.append(allocate(meter, transfer.planner.extra_bytes + 1, device))
+        return allocate(meter, nbytes, device)
+
+    with patch.object(MemoryMeter, "allocate", greedy):
+        try:
+            transfer.run()
+            told = ""
+        except AssertionError as error:
+            told = str(error)
+    transfer.run()
+    return told
 
 
 @dataclass(frozen=True)

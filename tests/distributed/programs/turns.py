@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megappo.config.load import load_experiment
+from megappo.engines.native_layout import NativeLayoutEngine
 from megappo.engines.rollout import (
     Completion,
     GenerationRequest,
@@ -95,8 +96,42 @@ class Wrong(Watched):
         finally:
             self.parameter.data.copy_(kept)
 
+
+class Named(Wrong):
+    """One that can tell which."""
+
     def worst_tensor(self) -> WorstTensor | None:
         return WorstTensor(0.25, TENSOR) if self.is_wrong else None
+
+
+class Broken(Watched):
+    """An engine in a layout of its own whose received part of a tensor is broken after each of its first `times` syncs,
+    on the last rank: overwritten, or exchanged for other memory. What is said of it is the engine's own."""
+
+    def __init__(self, engine: NativeLayoutEngine, diary: list[str], times: int, *, is_moved: bool) -> None:
+        super().__init__(engine, diary)
+        self.native = engine
+        self.times = times
+        self.is_moved = is_moved
+        self.difference = 0.0
+
+    def sync_weights(self) -> SyncReport:
+        report = super().sync_weights()
+        self.times -= 1
+        if self.times >= 0 and dist.get_rank() == dist.get_world_size() - 1:
+            pieces = self.native._weights.parameters
+            received, own = pieces[TENSOR]
+            with torch.no_grad():
+                wrong = received * -3
+                self.difference = float((wrong - received).abs().max())
+                if self.is_moved:
+                    pieces[TENSOR] = (wrong, own)
+                else:
+                    received.copy_(wrong)
+        return report
+
+    def worst_tensor(self) -> WorstTensor | None:
+        return self.native.worst_tensor()
 
 
 def whole_run(trainer: PPOTrainer) -> list[str]:
@@ -121,12 +156,24 @@ def whole_run(trainer: PPOTrainer) -> list[str]:
     return diary
 
 
-def switches(trainer: PPOTrainer, mesh: Mesh, times: int, check_every: int, steps: int) -> dict[str, Any]:
-    """Metrics and diary of switches at steps 1, 2, … with an engine that is wrong `times` times on the last rank."""
-    diary: list[str] = []
+def wrong_switches(
+    trainer: PPOTrainer, mesh: Mesh, times: int, check_every: int, steps: int, kind: type[Wrong] = Named
+) -> dict[str, Any]:
+    """Switches with an engine that is wrong `times` times on the last rank."""
     engine, model = trainer.collector.rollout.engine, trainer.actor.engine.model.module
-    trainer.collector.rollout.engine = Wrong(engine, diary, model, times, mesh.world_size - 1)  # type: ignore[assignment]
-    collector = trainer.collector
+    return switches(trainer, mesh, kind(engine, [], model, times, mesh.world_size - 1), check_every, steps)
+
+
+def broken_switches(trainer: PPOTrainer, mesh: Mesh, times: int, *, is_moved: bool) -> dict[str, Any]:
+    engine: Any = trainer.collector.rollout.engine
+    broken = Broken(engine, [], times, is_moved=is_moved)
+    return switches(trainer, mesh, broken, check_every=2, steps=2) | {"difference": broken.difference}
+
+
+def switches(trainer: PPOTrainer, mesh: Mesh, watched: Watched, check_every: int, steps: int) -> dict[str, Any]:
+    """Metrics and diary of switches at steps 1, 2, … with `watched` in the place of its engine."""
+    diary, engine, collector = watched.diary, trainer.collector.rollout.engine, trainer.collector
+    collector.rollout.engine = watched  # type: ignore[assignment]
     switch = WeightSwitch(
         collector.rollout, trainer.actor, collector.feed.prompts, mesh, check_every=check_every, limit=1e-3
     )
@@ -164,10 +211,15 @@ def run_layout(config_file: str, overrides: list[str], run_dir: Path) -> dict[st
     }
     native = result["engine"] == "NativeRolloutEngine"
     if native:
-        result["right"] = switches(trainer, mesh, times=0, check_every=2, steps=4)
-        result["first only"] = switches(trainer, mesh, times=0, check_every=0, steps=4)
-        result["wrong once"] = switches(trainer, mesh, times=1, check_every=2, steps=2)
-        result["wrong always"] = switches(trainer, mesh, times=9, check_every=2, steps=2)
+        result["right"] = wrong_switches(trainer, mesh, times=0, check_every=2, steps=4)
+        result["first only"] = wrong_switches(trainer, mesh, times=0, check_every=0, steps=4)
+        result["wrong once"] = wrong_switches(trainer, mesh, times=1, check_every=2, steps=2)
+        result["wrong always"] = wrong_switches(trainer, mesh, times=9, check_every=2, steps=2)
+        result["without a name"] = wrong_switches(trainer, mesh, times=9, check_every=2, steps=1, kind=Wrong)
+    elif config.layout.tp == 2:
+        result["broken once"] = broken_switches(trainer, mesh, times=1, is_moved=False)
+        result["broken always"] = broken_switches(trainer, mesh, times=9, is_moved=False)
+        result["moved always"] = broken_switches(trainer, mesh, times=9, is_moved=True)
     result["run"] = whole_run(trainer)
     parallel_state.destroy_model_parallel()
     return result
