@@ -77,8 +77,8 @@ def make_checkpoint(folder: Path, step: int, **model: object) -> Path:
     path = folder / f"step-{step:06d}"
     path.mkdir(parents=True)
     signature = {
-        "model_type": "llama", "num_layers": 6, "hidden_size": None, "num_heads": 12, "num_kv_heads": 3,
-        "vocab_size": None,
+        "model_type": "llama", "num_layers": 6, "hidden_size": 48, "num_heads": 12, "num_kv_heads": 3,
+        "vocab_size": 64,
     }  # fmt: skip
     (path / "trainer.json").write_text(json.dumps({"step": step, "model": signature | model}))
     (path / "manifest.json").write_text("{}")
