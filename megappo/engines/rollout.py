@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -138,6 +138,24 @@ class WorstTensor:
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests) as generation goes on."""
+
+
+@runtime_checkable
+class ComparesTensors(Protocol):
+    """A rollout engine that can say which of its tensors is wrong."""
+
+    def worst_tensor(self) -> WorstTensor | None:
+        """The engine's tensor that is farthest from the training shard's bytes on this rank; None where all are equal.
+        Every rank of the world calls it together."""
+        ...
+
+
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """An engine that may have weights of its own, and then calls `when_copied` in every `sync_weights`, on every rank:
+    it needs those of training no more, until the next."""
+
+    when_copied: Callable[[], None]
 
 
 class RolloutEngine(Protocol):

@@ -100,6 +100,7 @@ class VLLMRolloutEngine:
             )
         self._has_turn = False
         self._release_seconds = 0.0
+        self.when_copied: Callable[[], None] = lambda: None
 
     def _chosen_transfer(
         self,
@@ -124,14 +125,18 @@ class VLLMRolloutEngine:
     def sync_weights(self) -> SyncReport:
         """Wakes the engine and makes the training weights of this moment its own; every rank of the world calls it.
 
-        The cache comes last, so that it is not there while a transfer takes memory. With an overlapped parameter gather
-        the optimizer leaves weights stale until the next forward: it is forced.
+        The cache comes last, so that it is not there while a transfer takes memory, nor training's weights where
+        `when_copied` moves them away. With an overlapped parameter gather the optimizer leaves weights stale until the
+        next forward: it is forced.
         """
         start = time.perf_counter()
         finish_parameter_gather(self._wrapped)
         with process_state_kept():
             self._memory.wake_weights()
             moved, transfer_seconds = self._moved()
+            if self._transfer.copies_all:
+                with self._memory.of_others():
+                    self.when_copied()
             self._memory.wake_cache()
             was_reset = self._llm.reset_prefix_cache()
         assert was_reset, "vLLM still computes something, and its cache can't be emptied"

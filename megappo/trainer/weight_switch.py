@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
-from megappo.engines.rollout import SyncReport, WorstTensor
+from megappo.engines.rollout import SyncReport
 from megappo.errors import WeightSwitchError
 from megappo.experience.sample import Prompt
 from megappo.parallel.collectives import gather_objects
@@ -20,16 +20,6 @@ from megappo.workers.actor import ActorWorker
 from megappo.workers.rollout import RolloutWorker
 
 _log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class ComparesTensors(Protocol):
-    """A rollout engine that can say which of its tensors is wrong."""
-
-    def worst_tensor(self) -> WorstTensor | None:
-        """The engine's tensor that is farthest from the training shard's bytes on this rank; None where all are equal.
-        Every rank of the world calls it together."""
-        ...
 
 
 class WeightSwitch:
@@ -105,11 +95,9 @@ class WeightSwitch:
 
     def _give_up(self, step: int, found: Probe) -> NoReturn:
         token = worst_of_all(found.worst, self._mesh)
-        engine, tensor = self._rollout.engine, None
-        if isinstance(engine, ComparesTensors):
-            found_on = enumerate(gather_objects(engine.worst_tensor(), self._mesh.world_group))
-            worst = max(((each, rank) for rank, each in found_on if each is not None), default=None)
-            tensor = None if worst is None else f"{worst[0]}, on rank {worst[1]}"
+        found_on = enumerate(gather_objects(self._rollout.worst_tensor(), self._mesh.world_group))
+        worst = max(((each, rank) for rank, each in found_on if each is not None), default=None)
+        tensor = None if worst is None else f"{worst[0]}, on rank {worst[1]}"
         named = f"wrong tensor: {tensor}" if tensor is not None else "the engine names no tensor"
         raise WeightSwitchError(
             f"step {step}: {self._complaint(found)}, though they were sent twice; {named}; worst token: {token}"

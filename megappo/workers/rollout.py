@@ -14,13 +14,16 @@ import torch
 
 from megappo.engines.offload import RoleMemory
 from megappo.engines.rollout import (
+    ComparesTensors,
     Completion,
+    CopiesWeights,
     GenerationRequest,
     HeldBytes,
     Progress,
     RolloutEngine,
     SamplingParams,
     SyncReport,
+    WorstTensor,
 )
 from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
@@ -56,8 +59,8 @@ class RolloutWorker:
         """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
         where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
         been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions.
-        `weights` is the memory of the role that generates: its parameters stay on the device for the whole turn, for
-        an engine may use them where they lie."""
+        `weights` is the memory of the role that generates: its parameters stay on the device for the whole turn where
+        the engine uses them where they lie, and until it has copied them elsewhere."""
         self.engine = engine
         self._on_sample = on_sample
         self.sampling = sampling
@@ -69,6 +72,8 @@ class RolloutWorker:
         self._weights = weights
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
+        if weights is not None and isinstance(engine, CopiesWeights):
+            engine.when_copied = self._give_weights_back
 
     def generate(
         self,
@@ -115,14 +120,35 @@ class RolloutWorker:
         if self._weights is None:
             return self.engine.sync_weights()
         self._weights.hold("params")
-        report, gathered = self.engine.sync_weights(), self._weights.gathered_bytes
+        gathered = self._weights.gathered_bytes
+        report, kept = self.engine.sync_weights(), self._weights.gathered_bytes
         if not gathered:
             return report
         held = report.held
-        return replace(report, held=HeldBytes(held.asleep, held.with_weights + gathered, held.awake + gathered))
+        return replace(report, held=HeldBytes(held.asleep, held.with_weights + gathered, held.awake + kept))
+
+    def worst_tensor(self) -> WorstTensor | None:
+        """The engine's parameter that differs most from training's, which are back for that until `release`; None where
+        all are equal, or the engine can't tell. Every rank of the world calls it, after `sync_weights`."""
+        if not isinstance(self.engine, ComparesTensors):
+            return None
+        if self._weights is not None:
+            self._weights.let_go("params")
+            self._weights.hold("params")
+        return self.engine.worst_tensor()
+
+    def _give_weights_back(self) -> None:
+        """Generation goes on without training's parameters: those that are offloaded, or cut, make room."""
+        assert self._weights is not None, "the engine was told of nothing"
+        self._weights.let_go("params")
+        self._weights.rest()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the engine takes memory that is not torch's; waits for the copies
 
     def release(self) -> None:
         """Gives the turn back to training."""
+        if self._weights is not None and isinstance(self.engine, CopiesWeights):
+            self._weights.rest()  # what a check brought back would pass for the engine's
         self.engine.release()
         if self._weights is not None:
             self._weights.let_go("params")

@@ -25,7 +25,10 @@ from megappo.engines.vllm.transfer import LoadTransfer
 from megappo.engines.vllm_rollout import VLLMRolloutEngine
 
 TOTAL = 10**6
-SECONDS = {"gather": 8.0, "sleep 2": 4.0, "wake weights": 1.0, "transfer": 2.0, "wake kv_cache": 0.5, "reset": 0.25}
+SECONDS = {
+    "gather": 8.0, "sleep 2": 4.0, "wake weights": 1.0, "transfer": 2.0, "copied": 0.0, "wake kv_cache": 0.5,
+    "reset": 0.25,
+}  # fmt: skip
 SWITCH = ["gather", "wake weights", "transfer", "wake kv_cache", "reset"]
 WEIGHTS, CACHE, FIXED = 100, 1000, 10
 
@@ -145,6 +148,27 @@ def test_order_of_a_switch(way: Literal["direct", "load"], device: Device, monke
         assert device.calls == SWITCH
         engine.release()
         assert device.calls == [*SWITCH, "sleep 2"]
+
+
+@pytest.mark.parametrize("way", ["direct", "load"])
+def test_training_makes_room_before_the_cache_comes(
+    way: Literal["direct", "load"], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM has copied everything; what training gives up is not the engine's."""
+    engine = make(device, monkeypatch, way)
+
+    def copied() -> None:
+        device.note("copied")
+        device.training -= 4000
+
+    engine.when_copied = copied
+    for _ in range(2):
+        device.calls.clear()
+        device.training = 5000
+        held = engine.sync_weights().held
+        assert device.calls == [*SWITCH[:3], *(["copied"] if way == "load" else []), *SWITCH[3:]]
+        assert held == HeldBytes(FIXED, FIXED + WEIGHTS, FIXED + WEIGHTS + CACHE)
+        engine.release()
 
 
 def test_an_engine_that_keeps_its_memory_is_only_filled(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class DirectTransfer:
     """
 
     sleep_level: SleepLevel = 2
+    copies_all = False
     description = "directly: its parameters are training's memory where they can be, and written in place elsewhere"
 
     def __init__(

@@ -2,7 +2,9 @@
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,6 +56,14 @@ class EngineMemory:
         self._wake("kv_cache")
         self._now = self._measured()
         self._held = HeldBytes(self._held.asleep, self._held.with_weights, self._now)
+
+    @contextlib.contextmanager
+    def of_others(self) -> Iterator[None]:
+        """What the device has more or less of after this block is not the engine's."""
+        before = self._measured()
+        yield
+        if not runtime.on_cpu:
+            self._others += self._measured() - before
 
     def _wake(self, part: str) -> None:
         if self._sleeps:

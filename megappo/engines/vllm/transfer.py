@@ -36,6 +36,11 @@ class WeightTransfer(Protocol):
         ...
 
     @property
+    def copies_all(self) -> bool:
+        """Whether the engine needs nothing of training's memory after `transfer`."""
+        ...
+
+    @property
     def description(self) -> str:
         """How the weights travel, for a log."""
         ...
@@ -67,6 +72,7 @@ class LoadTransfer:
     """
 
     sleep_level: SleepLevel = 2
+    copies_all = True
     description = "through its own loader, tensor by tensor"
 
     def __init__(
