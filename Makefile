@@ -77,7 +77,7 @@ demo-distill: setup  ## preferences alone, on two ranks: supervised start, DPO, 
 	@$(MEGAPPO) train yaml/demo_distill.yaml --resume $(OVERRIDES)
 
 test: lint  ## lint, then every test that is neither slow nor needs a GPU, vLLM or Ray
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu" -n $(WORKERS) --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --durations 20 --durations-min 5
 
 test-slow: setup  ## the tests that take minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slow and not gpu"
