@@ -9,6 +9,8 @@ from tests.support.expert_runs import assert_third_step_is_the_same, resuming
 from tests.support.parity import Runs, read_folder, run_layouts, write_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # the rule itself: tests/unit/test_router_bias.py
+
 RATE = 0.01
 BALANCED = f"model.moe.bias_update_rate={RATE}"
 SP = "layout.tp=2,layout.sequence_parallel=true"
@@ -68,7 +70,6 @@ def test_each_update_moves_them_by_the_rate(runs: Runs, role: str, num_updates: 
     assert (moves > 0.5).any(1).all() and (moves < -0.5).any(1).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_without_a_rate_they_stay(more: Runs, role: str) -> None:
     assert torch.equal(biases(more.folder / "off" / f"{role}-weights"), biases(more.models[role]))
@@ -86,7 +87,6 @@ def test_two_ranks_that_share_experts_have_those_of_one_to_the_bit(runs: Runs) -
     assert same_biases(runs, "ep2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cut", "pp2", "tp2-sp-dp2-ep2"])
 def test_so_has_every_cut_and_layout(more: Runs, name: str) -> None:
     assert same_biases(more, name)
@@ -100,13 +100,11 @@ def test_the_largest_is_a_metric(runs: Runs) -> None:
     assert abs(last["actor/router_max_bias"] - largest["actor"]) <= RATE
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_them_to_the_bit(more: Runs) -> None:
     saved = assert_third_step_is_the_same(more.folder / "ep2" / "run", more.folder / "ep2-again" / "run")
     assert any(key.endswith("router.expert_bias") for key in saved)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["native", "native-pp2", "native-ep2"])
 def test_the_engine_generates_with_the_new_ones(more: Runs, name: str) -> None:
     """On the training shards, over stages, and in a layout of its own."""
