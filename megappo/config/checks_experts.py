@@ -109,7 +109,7 @@ def _replay_problems(config: ExperimentConfig) -> Iterator[Problem]:
             yield Problem(path, mode, reason, "rollout, or off")
         return
     if config.rollout.engine == "vllm":
-        reason = "rollout.engine vllm does not tell which experts it used"
+        reason = "which experts vLLM used is not read from it"
         yield Problem(path, mode, reason, "old_log_probs, or rollout.engine native")
     if config.rollout.multi_turn.enable:
         reason = "the turns of one response are separate requests, each with experts of its own (rollout.multi_turn)"

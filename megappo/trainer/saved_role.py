@@ -28,9 +28,6 @@ from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.trainer.frozen_weights import FrozenWeights
 
-EXPERT_BIAS = "expert_bias"
-"""Of a router: no gradient reaches it, and a run may move it nevertheless."""
-
 
 @dataclass(frozen=True)
 class SavedRole:
@@ -81,7 +78,7 @@ def load_role(folder: Path, role: SavedRole, *, without_frozen: bool = False) ->
 def _trained(model: torch.nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `entries`, by name, that a run of this model with adapters changes."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {name: entry for name, entry in entries.items() if name in names or name.endswith(EXPERT_BIAS)}
+    return {name: entry for name, entry in entries.items() if name in names}
 
 
 def _load_weights(model: torch.nn.Module, weights: dict[str, Any], *, without_frozen: bool) -> None:

@@ -32,7 +32,7 @@ def found(folder: Path, *overrides: str, **model: object) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([REPLAY, "rollout.engine=vllm"], "actor.router_replay: rollout: rollout.engine vllm does not tell which experts it used; old_log_probs, or rollout.engine native"),
+        ([REPLAY, "rollout.engine=vllm"], "actor.router_replay: rollout: which experts vLLM used is not read from it; old_log_probs, or rollout.engine native"),
         ([REPLAY, "rollout.multi_turn.enable=true"], "separate requests"),
         ([REPLAY, "replay.size=8"], "without recorded experts"),
         ([REPLAY, "trainer.kind=sft"], "trainer.kind sft has none"),
