@@ -1,10 +1,13 @@
 """One GPU: what a switch from training shards to vLLM costs, against streaming the weights, and against a stock vLLM.
 
     python tools/bench_vllm.py --shape qwen2.5-1.5b [--layers N] [--rounds 5] [--quantization fp8] [--no-stock]
+    taskset --cpu-list 0-3 python tools/bench_vllm.py --shape qwen2.5-1.5b --rounds 200 --seconds 120
 
 Random weights of a published shape. Printed: bytes aliased, copied and received; seconds of the transfer and of the
 whole turn (sleep, wake, transfer); the same through vLLM's loader; GPU memory at each point; log-probs against the
-training forward, also after an update; tokens a second against a vLLM with weights of its own, in turns in one run.
+training forward, also after an update; tokens a second against a vLLM with weights of its own, in turns in one run,
+each round as it ends. Small models wait for the CPU, and single rounds differ by a quarter on a machine with other
+users: there, many rounds on the same few cores tell more than five.
 
 Returns 1, with a line for each, where log-probs are on average farther from training's than the check of a run allows
 (`hybrid.check_limit` as it is unless set), or where the bytes of a switch are not the formulas'.
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ from megappo.parallel.mesh import Mesh, start_mesh
 
 MAX_MODEL_LEN = 1024
 PROMPT_TOKENS = 128
+FEWEST_ROUNDS = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=5, help="interleaved generations of both engines")
+    parser.add_argument("--seconds", type=float, help=f"begin no further round after these, but do {FEWEST_ROUNDS}")
     parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a prompt in these generations")
@@ -101,7 +106,7 @@ def bench(options: argparse.Namespace, folder: Path) -> list[str]:
         max_model_len=MAX_MODEL_LEN, weights="auto", seed=0,
     )  # fmt: skip
     row("vLLM started", f"{time.perf_counter() - start:.0f} s, graphs {'off' if options.eager else 'on'}")
-    time_turns(engine, options.cycles)
+    told = [options.shape, *time_turns(engine, options.cycles)]
     report = engine.sync_weights()
     problems = byte_problems(report, engine, spec, weight_bytes)
     limit = default_check_limit(options.dtype, options.quantization)
@@ -117,9 +122,10 @@ def bench(options: argparse.Namespace, folder: Path) -> list[str]:
     problems += byte_problems(engine.sync_weights(), engine, spec, weight_bytes)
     problems += compare_log_probs("after an update in place", engine, model, spec, limit)
     if not options.no_stock:
-        compare_speed(engine, spec, folder, options)
+        told.append(compare_speed(engine, spec, folder, options))
     time_stream(engine, model, spec, mesh, options)
     engine.close()
+    print("summary: " + ", ".join(told), flush=True)
     return problems
 
 
@@ -159,7 +165,8 @@ def random_model(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Mo
     return model.requires_grad_(False)
 
 
-def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
+def time_turns(engine: VLLMRolloutEngine, cycles: int) -> list[str]:
+    """Prints what turns move and take; returns the gist of it."""
     turns, sleeps, transfers, report = [], [], [], engine.sync_weights()
     for _ in range(cycles):
         start = time.perf_counter()
@@ -174,6 +181,10 @@ def time_turns(engine: VLLMRolloutEngine, cycles: int) -> None:
     row("whole turn (sleep, wake, transfer)", milliseconds(turns))
     row("of it sleep", milliseconds(sleeps))
     engine.release()
+    return [
+        f"aliased {gib(report.bytes_aliased)}", f"copied {gib(report.bytes_copied)}",
+        f"transfer {statistics.median(transfers) * 1e3:.2f} ms", f"turn {statistics.median(turns) * 1e3:.0f} ms",
+    ]  # fmt: skip
 
 
 def time_stream(
@@ -221,9 +232,8 @@ def compare_log_probs(
     return [f"log-probs {when} are on average {mean:.4f} nats off training's; at most {limit:g}"]
 
 
-def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> None:
-    """Both engines in turns, each `rounds` times, after one unmeasured round. Who begins changes from round to round,
-    so that a machine that grows slower or faster favours neither."""
+def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, options: argparse.Namespace) -> str:
+    """Prints the tokens a second of both engines, and returns the ratios' gist."""
     command = [sys.executable, __file__, "--stock", str(folder), "--shape", options.shape, "--dtype", options.dtype]
     command += ["--utilization", str(options.stock_utilization or options.utilization)]
     command += ["--prompts", str(options.prompts), "--tokens", str(options.tokens)]
@@ -245,19 +255,33 @@ def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, opti
         return next(float(line.split()[1]) for line in from_stock if line.startswith("rate "))
 
     sides = {"megappo": ours, "stock": theirs}
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(options.rounds + 1):
-        for name in list(sides)[:: 1 if number % 2 else -1]:
-            rate = sides[name]()
-            if number:
-                rates[name].append(rate)
+    rates = take_turns(sides, options.rounds, options.seconds)
     stock.stdin.close()
     stock.wait(60)
     for name, several in rates.items():
         row(
             f"tokens/s, {name}", f"median {statistics.median(several):,.0f}, {min(several):,.0f} to {max(several):,.0f}"
         )
-    row("ratio to stock", ratios(rates["megappo"], rates["stock"]))
+    row("ratio to stock", found := ratios(rates["megappo"], rates["stock"]))
+    return f"tokens/s to stock's {found}"
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], float]], rounds: int, seconds: float | None = None
+) -> dict[str, list[float]]:
+    """The rates of both sides in each round, after one unmeasured round. Who begins changes from round to round, so
+    that a machine that grows slower or faster favours neither. After `seconds` none begins, but there are five."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    start = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > FEWEST_ROUNDS and seconds is not None and time.perf_counter() - start > seconds:
+            break
+        measured = {name: sides[name]() for name in list(sides)[:: 1 if number % 2 else -1]}
+        if number:
+            for name in sides:
+                rates[name].append(measured[name])
+            row(f"round {number}, tokens/s", ", ".join(f"{name} {measured[name]:,.0f}" for name in sides))
+    return rates
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -1,22 +1,24 @@
 #!/usr/bin/env bash
-# What several GPUs of one machine have to show, from a bare checkout, and one table at the end.
+# What the GPUs of one machine have to show, from a bare checkout, and one table at the end.
 #
 #   tools/gpu_multi.sh [N] [LAYOUT …]      # N GPUs (default: all); layouts of whole steps, such as tp=2,dp=2 (default: those of N)
 #   PARTS="step lora" LIMIT=240 tools/gpu_multi.sh 2
 #
 #   PYTHON    the interpreter, with megappo's packages, vLLM and pytest (default: .venv/bin/python, else python3)
 #   OUT       folder of the logs, the runs and table.md (default: runs/gpu-multi)
-#   PARTS     which parts, of the list below (default: all)
+#   PARTS     which parts, of the list below (default: all; of one GPU: shapes, tests and experts, which alone need no second)
 #   LIMIT     seconds that a part may take, each of the side-by-side ones too (default: 300); one that is cut off keeps its log
 #   SHAPE     the model of the switch and of whole steps (default: qwen2.5-1.5b); LORA_SHAPE that of the LoRA steps (qwen2.5-7b)
 #   MODEL, DATA, STEPS   of the learning runs: SmolLM2's folder (models/smollm2), GSM8K's (data/gsm8k), steps (20)
 #
+#   shapes  a switch to vLLM, and its speed beside a stock vLLM, for three models: on one GPU, whatever number there is
+#   tests   tests/gpu, but for those of several GPUs
 #   parity  steps on layouts of the GPUs against one GPU's         lost    a rank that is killed, and the run that goes on
 #   switch  weights from training to generation layouts            single  what step, lora and learn need of one GPU, side by side
 #   step    whole steps of SHAPE, all weights                      lora    whole steps of LORA_SHAPE, adapters
 #   vllm    ten steps with vLLM, CUDA graphs, sleep and wake       learn   GSM8K on one GPU, on DP N and on PP N
-#   experts steps of qwen3-30b-a3b's shape, 12 layers and 16 experts, at EP 2 in both engines: vLLM with CUDA graphs, and
-#           where that fails (which counts as a failure) without them
+#   experts steps of qwen3-30b-a3b's shape, 12 layers and 16 experts, at EP 2 in both engines (EP 1 on one GPU): vLLM with
+#           CUDA graphs, and where that fails (which counts as a failure) without them
 #
 # A part that fails is told in the table, with the end of its log; the others go on. Parts of earlier calls stay in the table,
 # and finished runs of one GPU are not repeated. The exit code is the number of this call's failures.
@@ -33,18 +35,24 @@ model="${MODEL:-models/smollm2}"
 data="${DATA:-data/gsm8k}"
 num_steps="${STEPS:-20}"
 learned="$out/learn-$num_steps-steps"
-all_parts="parity lost switch single step lora vllm experts learn"
+all_parts="shapes tests parity lost switch single step lora vllm experts learn"
+parts_of_one="shapes tests experts"
 parts="${PARTS:-$all_parts}"
+[[ -z "${PARTS:-}" && "$gpus" == 1 ]] && parts="$parts_of_one"
 # The order of the table.
-sections="parity lost switch switch-experts step-one lora-one learn-one step lora vllm experts experts-eager learn-dp learn-pp learn"
+sections="shape-1.5b shape-7b shape-30b tests-vllm tests parity lost switch switch-experts step-one lora-one learn-one step lora vllm experts experts-eager learn-dp learn-pp learn"
 for part in $parts; do
     if [[ " $all_parts " != *" $part "* ]]; then
         echo "gpu_multi.sh: PARTS: there is no part $part; there are: $all_parts" >&2
         exit 2
     fi
+    if ((gpus < 2)) && [[ " $parts_of_one " != *" $part "* ]]; then
+        echo "gpu_multi.sh: PARTS: $part needs two GPUs or more, and was given $gpus; for one there are: $parts_of_one" >&2
+        exit 2
+    fi
 done
-if ((gpus < 2)); then
-    echo "gpu_multi.sh: needs two GPUs or more, and was given $gpus" >&2
+if ((gpus < 1)); then
+    echo "gpu_multi.sh: needs a GPU, and was given $gpus" >&2
     exit 2
 fi
 visible="$(seq -s, 0 $((gpus - 1)))"
@@ -150,13 +158,19 @@ steps() { # steps NAME FOLDER SHAPE LAYOUT … [-- OVERRIDE …]
 }
 lora=(-- model.lora.rank=32 algorithm.adv_estimator=grpo)
 
-experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatever number of GPUs there is
+shape() { # shape NAME OPTION …: a switch to vLLM, and its speed beside a stock vLLM
     local name="$1"
+    shift
+    on_gpu 0 run "shape-$name" "$python" tools/bench_vllm.py --utilization 0.15 --rounds 200 --seconds "$((limit / 3))" "$@"
+}
+
+experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatever number of GPUs there is from two on
+    local name="$1" ep=$((gpus < 2 ? 1 : 2))
     shift
     run "$name" "$python" tools/bench_step.py --shape qwen3-30b-a3b --experts 16 --layers 12 --steps 3 --out "$out/$name" \
         --limit "$((limit * 9 / 10))" --each-step \
         --metrics hybrid/bytes_aliased hybrid/bytes_copied hybrid/probe_diff_mean rollout/log_prob_diff_mean \
-        --layouts "ep=2,dp=$gpus" model.experts=grouped rollout.engine=vllm rollout.tensor_model_parallel_size=2 "$@"
+        --layouts "ep=$ep,dp=$gpus" model.experts=grouped rollout.engine=vllm "rollout.tensor_model_parallel_size=$ep" "$@"
 }
 
 learn() { # learn NAME SIZES [OVERRIDE …]: one run on GSM8K
@@ -171,6 +185,15 @@ learn() { # learn NAME SIZES [OVERRIDE …]: one run on GSM8K
 }
 can_learn() { [[ -e "$model/config.json" && -e "$data/train.jsonl" ]]; }
 
+if asked shapes; then
+    shape 1.5b --shape qwen2.5-1.5b --stock-utilization 0.17
+    shape 7b --shape qwen2.5-7b --stock-utilization 0.25
+    shape 30b --shape qwen3-30b-a3b --layers 24 --stock-utilization 0.35 --prompts 128
+fi
+if asked tests; then
+    run tests-vllm "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_vllm.py
+    run tests "$python" -m pytest -q -rs -s -m gpu tests/gpu --ignore tests/gpu/test_vllm.py --ignore tests/gpu/test_many_gpus.py
+fi
 asked parity && run parity "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_many_gpus.py -k "not lost"
 asked lost && run lost "$python" -m pytest -q -rs -s -m gpu tests/gpu/test_many_gpus.py -k lost
 if asked switch; then

@@ -1,6 +1,8 @@
 """The benchmark of vLLM, without a GPU: what makes it fail, and in which words."""
 
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,28 +110,53 @@ def test_problems_end_it_with_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().err == "bench_vllm.py: WRONG: log-probs are off\n"
 
 
-def test_a_bench_collects_what_is_wrong_at_every_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bench_collects_what_is_wrong_at_every_point(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """One switch as built and one after the update, each compared by bytes and log-probs; fp8 by its own limit."""
     limits: list[float] = []
     engine = SimpleNamespace(sync_weights=lambda: report(1, 1), release=lambda: None, close=lambda: None, replicas=None)
     replaced: dict[str, Any] = {
         "start_mesh": lambda *rest, **also: None, "read_model": lambda folder: SPEC_OF_LAYERS,
         "random_model": lambda *rest: Uniform(), "VLLMRolloutEngine": lambda *rest, **also: engine,
-        "time_turns": lambda *rest: None, "time_stream": lambda *rest: None, "used_bytes": lambda: 0,
-        "byte_problems": lambda *rest: ["bytes"],
+        "time_turns": lambda *rest: ["turn 80 ms"], "time_stream": lambda *rest: None, "used_bytes": lambda: 0,
+        "byte_problems": lambda *rest: ["bytes"], "compare_speed": lambda *rest: "ratio 1.01",
         "compare_log_probs": lambda when, engine, model, spec, limit: limits.append(limit) or [when],
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(bench, name, value)
     options = {
         "shape": "tiny-qwen3", "dtype": "bfloat16", "utilization": 0.3, "eager": True, "quantization": "fp8",
-        "cycles": 1, "no_stock": True,
+        "cycles": 1, "no_stock": False,
     }  # fmt: skip
     import argparse
 
     found = bench.bench(argparse.Namespace(**options), tmp_path)
     assert found == ["bytes", "as built", "bytes", "after an update in place"]
     assert limits == [0.5, 0.5]
+    assert capsys.readouterr().out.splitlines()[-1] == "summary: tiny-qwen3, turn 80 ms, ratio 1.01"
+
+
+@pytest.mark.parametrize(("rounds", "seconds", "measured"), [(7, None, 7), (7, 1000.0, 7), (90, 0.0, 5), (3, 0.0, 3)])
+def test_sides_take_turns_until_the_time_is_over(
+    rounds: int, seconds: float | None, measured: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first round counts for neither, and who begins changes; five are measured even where no time is left."""
+    asked: list[str] = []
+
+    def side(name: str) -> Callable[[], float]:
+        def rate() -> float:
+            asked.append(name)
+            return 1000.0 * len(asked)
+
+        return rate
+
+    found = bench.take_turns({"megappo": side("megappo"), "stock": side("stock")}, rounds, seconds)
+    assert asked[:6] == ["stock", "megappo", "megappo", "stock", "stock", "megappo"]
+    assert len(asked) == 2 * (measured + 1) and [len(rates) for rates in found.values()] == [measured] * 2
+    assert found["megappo"][:2] == [3000, 6000] and found["stock"][:2] == [4000, 5000]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == measured and re.fullmatch(r"round 2, tokens/s +megappo 6,000, stock 5,000", lines[1])
 
 
 SPEC_OF_LAYERS: Any = SimpleNamespace(shape=SimpleNamespace(num_layers=4, vocab_size=VOCABULARY, latent=None))

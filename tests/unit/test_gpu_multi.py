@@ -110,23 +110,48 @@ def test_all_parts(scratch: Path, gpus: int) -> None:
     called = call(scratch, gpus)
     everything = ",".join(map(str, range(gpus)))
     assert called.code == 0, called.out + called.err
-    rows = re.findall(r"^\| ([\w-]+) \| \d+ \| 0 \| (.+) \|$", called.table, re.MULTILINE)
+    rows = re.findall(r"^\| ([\w.-]+) \| \d+ \| 0 \| (.+) \|$", called.table, re.MULTILINE)
     assert [name for name, _ in rows] == [
-        "parity", "lost", "switch", "switch-experts", "step-one", "lora-one", "learn-one", "step", "lora", "vllm",
-        "experts", "learn-dp", "learn-pp", "learn",
+        "shape-1.5b", "shape-7b", "shape-30b", "tests-vllm", "tests", "parity", "lost", "switch", "switch-experts",
+        "step-one", "lora-one", "learn-one", "step", "lora", "vllm", "experts", "learn-dp", "learn-pp", "learn",
     ]  # fmt: skip
     assert dict(rows)["parity"] == "3 passed in 5.00s" and dict(rows)["step"] == "figures of tools/bench_step.py"
     assert f"# {gpus} GPUs:  {gpus} Some GPU" in called.table and called.out.strip() == called.table.strip()
-    # One GPU's runs, side by side, see a GPU of their own each; all other parts see all.
+    # One GPU's runs, some of them side by side, see a GPU of their own each; all other parts see all.
     singles = [command for command in called.commands if command[0] != everything]
     assert sorted((command[0], command[1]) for command in singles) == [
-        ("0", "tools/bench_step.py"), ("0", "tools/bench_step.py"), ("1", "-m")
+        *[("0", "tools/bench_step.py")] * 2, *[("0", "tools/bench_vllm.py")] * 3, ("1", "-m")
     ]  # fmt: skip
+    check_shapes(called)
     for command in called.of("tools/bench_step.py"):
         check_layouts(command, scratch, gpus)
     for command in called.of("tools/bench_reshard.py"):
         check_switches(command, gpus)
     check_learning(called, gpus)
+
+
+def check_shapes(called: Called) -> None:
+    commands = called.of("tools/bench_vllm.py", "--utilization", "0.15", "--rounds", "200", "--seconds", "100")
+    assert [after(command, "--shape") for command in commands] == [["qwen2.5-1.5b"], ["qwen2.5-7b"], ["qwen3-30b-a3b"]]
+
+
+def test_one_gpu_shows_what_needs_no_second(scratch: Path) -> None:
+    called = call(scratch, 1)
+    assert called.code == 0, called.out + called.err
+    rows = re.findall(r"^\| ([\w.-]+) \| \d+ \| 0 \| (.+) \|$", called.table, re.MULTILINE)
+    assert [name for name, _ in rows] == ["shape-1.5b", "shape-7b", "shape-30b", "tests-vllm", "tests", "experts"]
+    assert {command[0] for command in called.commands} == {"0"}
+    check_shapes(called)
+    (experts,) = called.of("tools/bench_step.py", "--experts", "16", "rollout.tensor_model_parallel_size=1")
+    check_layouts(experts, scratch, 1)
+    assert after(experts, "--layouts") == ["ep=1,dp=1"]
+    tested = [command for command in called.commands if "pytest" in command]
+    assert [[word for word in command if word.startswith("tests/")] for command in tested] == [
+        ["tests/gpu/test_vllm.py"], ["tests/gpu", "tests/gpu/test_vllm.py", "tests/gpu/test_many_gpus.py"]
+    ]  # fmt: skip
+    for command in tested:
+        assert all((ROOT / word).exists() for word in command if word.startswith("tests/"))
+    assert tested[1].count("--ignore") == 2
 
 
 def check_layouts(command: list[str], scratch: Path, gpus: int) -> None:
@@ -191,7 +216,7 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_go_on(scratch: Path) 
     do = 'case "$*" in *reshard*experts*|*a3b*) echo "no such GPU"; exit 7 ;; *"-k lost"*) echo half; sleep 60 ;; esac'
     called = call(scratch, 2, do=do, PARTS="lost switch", LIMIT="2", REAL_LIMIT="1")
     assert called.code == 2
-    rows = dict(re.findall(r"^\| ([\w-]+) \| \d+ \| (\d+ \| .+) \|$", called.table, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([\w.-]+) \| \d+ \| (\d+ \| .+) \|$", called.table, re.MULTILINE))
     assert rows["lost"].startswith("124 | cut off after 2 s<br>") and rows["switch-experts"].startswith("7 |")
     assert rows["switch"] == "0 | figures of tools/bench_reshard.py"
     assert "no such GPU" in called.table and "half" in (scratch / "out" / "lost.log").read_text()
@@ -233,7 +258,12 @@ def test_a_signal_ends_what_runs_and_leaves_the_table(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "parts", "why"), [(1, "step", "needs two GPUs"), (2, "stepp", "there is no part stepp")]
+    ("gpus", "parts", "why"),
+    [
+        (1, "step", "step needs two GPUs or more, and was given 1; for one there are: shapes tests experts"),
+        (0, "shapes", "needs a GPU, and was given 0"),
+        (2, "stepp", "there is no part stepp"),
+    ],
 )
 def test_refused(scratch: Path, gpus: int, parts: str, why: str) -> None:
     called = call(scratch, gpus, PARTS=parts)

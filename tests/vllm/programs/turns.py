@@ -151,7 +151,7 @@ class Turns:
     def has_recorded_copies(self) -> bool:
         """Whether copies on the device are replayed from a CUDA graph."""
         transfer = self.engine._transfer
-        return isinstance(transfer, DirectTransfer) and getattr(transfer._switch, "_graph", None) is not None
+        return isinstance(transfer, DirectTransfer) and transfer._switch._copies._graph is not None
 
     def expert_parallel(self) -> bool:
         return bool(self.engine._llm.llm_engine.vllm_config.parallel_config.enable_expert_parallel)
