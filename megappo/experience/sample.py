@@ -1,10 +1,13 @@
-"""One generated trajectory, before it is batched."""
+"""One generated trajectory, before it is batched. Imports no torch: reward processes read this."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "error"]
 """`stop` of the model or of its environment, `length` at a token limit, `error` of the environment."""

@@ -1,15 +1,11 @@
-"""Starts CPU ranks of one program as torchrun does, but imports once and forks: importing is most of a short run.
-
-    python -m tests.support.fork_ranks NPROC MODULE ARGUMENTS…
-
-Ends with 1 as soon as a rank fails, and the other ranks with it.
-"""
+"""Starts CPU ranks of one program as torchrun does, but imports once and forks."""
 
 import os
 import runpy
 import signal
 import struct
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
@@ -21,9 +17,9 @@ from tests.support.ranks import meeting_environment
 PORT = struct.Struct("i")
 
 
-def main() -> int:
-    num_ranks, module = int(sys.argv[1]), sys.argv[2]
-    sys.argv = [module, *sys.argv[3:]]
+def start(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
+    """Runs `python -m module arguments` on all ranks. Returns 1 as soon as a rank fails, having ended the others."""
+    sys.argv = [module, *arguments]
     import_module(module)
     told, tell = os.pipe()
     ranks = {}
@@ -62,7 +58,3 @@ def run_rank(rank: int, num_ranks: int, port: int, module: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

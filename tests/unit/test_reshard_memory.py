@@ -18,6 +18,7 @@ from megappo.engines.hybrid.plan import Planner
 from megappo.engines.hybrid.targets import NativeTargets
 from megappo.engines.hybrid.transfers import ExpertRun, Lines, Way
 from megappo.engines.hybrid.weights import GenerationWeights
+from megappo.engines.vllm.direct import DirectTransfer
 from megappo.errors import ConfigError
 from tests.unit.test_mixed_types import BIAS
 from tests.unit.test_reshard_plan import planner
@@ -82,6 +83,9 @@ def test_stated_bytes_by_hand() -> None:
     assert planner("tiny-llama", "1-2-1", 2).extra_bytes == 0
     assert "1-2-1 → replicas of 1, in " in plan.description
     assert plan.description.endswith("a switch takes at most 131,072 bytes beyond the parameters on any rank")
+    to_vllm = object.__new__(DirectTransfer)
+    to_vllm.planner = plan
+    assert to_vllm.description.startswith("directly: ") and to_vllm.description.endswith(f"; {plan.description}")
 
 
 def test_a_bucket_that_holds_no_row_to_each_peer_is_refused() -> None:

@@ -43,7 +43,6 @@ class DirectTransfer:
 
     sleep_level: SleepLevel = 2
     copies_all = False
-    description = "directly: its parameters are training's memory where they can be, and written in place elsewhere"
 
     def __init__(
         self,
@@ -75,6 +74,11 @@ class DirectTransfer:
             generation_tp=grid.tp,
             grouped_experts=self._sources.has_grouped_experts,
         )
+
+    @property
+    def description(self) -> str:
+        way = "directly: its parameters are training's memory where they can be, and written in place elsewhere"
+        return f"{way}; {self.planner.description}"
 
     def load(self, vllm_model: nn.Module) -> None:
         """vLLM's model loader: binds what is aliased, fills the rest; AssertionError where a parameter has no plan."""
