@@ -123,7 +123,7 @@ def make(
         def init(self: Any, *rest: Any, **given: Any) -> None:
             device.given = given
 
-        settings = {"__init__": init, "starting": lambda self: nullcontext(), "transfer": transfer}
+        settings = {"__init__": init, "starting": lambda self: nullcontext(), "transfer": transfer, "description": ""}
         return type(kind.__name__, (kind,), settings)
 
     monkeypatch.setattr(vllm_rollout, "start_engine", start)
