@@ -14,7 +14,7 @@ from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model
 VARIED: tuple[FamilyName, ...] = ("phi3", "glm4", "gemma2", "gemma3_text")
 MODELS = ("llama", "qwen2", "qwen3", "odd", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", *VARIED)
 NUM_PROMPTS = 7
-NEW_TOKENS = 10
+NEW_TOKENS = 6
 
 
 @pytest.fixture(scope="module")

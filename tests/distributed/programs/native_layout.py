@@ -45,8 +45,8 @@ MODELS = (
     "gemma2",
     "gemma3_text",
 )
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
 LIMITS: dict[str, Any] = {"decode": str, "eos_ids": [2], "max_num_seqs": 4, "max_num_batched_tokens": 48}
 
 
