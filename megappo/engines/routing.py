@@ -3,14 +3,17 @@ taken over from the batch, those that are recorded for it, and what is counted."
 
 from __future__ import annotations
 
+import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megappo.experience.micro import MicroBatch
-from megappo.models.router import MicroRouting, Router, RouterLosses, Routing
+from megappo.models.router import Capacity, MicroRouting, Router, RouterLosses, Routing
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.parallel.collectives import max_over, sum_over
 from megappo.parallel.mesh import Mesh
@@ -32,6 +35,20 @@ def routing_of(model: nn.Module) -> Routing | None:
     while hasattr(inner, "module"):
         inner = inner.module
     return getattr(inner, "expert_routing", None)
+
+
+def limit_experts(model: nn.Module, capacity: Capacity) -> None:
+    """From now on the experts of an unwrapped model drop what is over their capacity; nothing for a dense one.
+
+    Megatron's dispatcher hears of it too, for without a capacity it takes top_k rows of each token (0.19.2).
+    """
+    routing = routing_of(model)
+    if routing is None:
+        return
+    routing.capacity = capacity
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.token_dispatcher.config.moe_expert_capacity_factor = capacity.factor
 
 
 NOT_HERE = -1

@@ -17,7 +17,7 @@ from megappo.config.recompute import NO_RECOMPUTE, Recompute
 from megappo.engines.offload import Kind, Memory, RoleMemory
 from megappo.engines.optimizer import Optimizer
 from megappo.engines.optimizer_states import check_available
-from megappo.engines.routing import RouterCoefficients, routing_of
+from megappo.engines.routing import RouterCoefficients, limit_experts
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
 from megappo.models.attach_lora import attach_lora
@@ -128,9 +128,8 @@ class RoleBuilder:
             cp_comm_type=settings.cp_comm_type,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
-        moe, routing = settings.moe, routing_of(model)
-        if routing is not None and moe.capacity_factor is not None:
-            routing.capacity = Capacity(moe.capacity_factor, moe.token_drop_policy)
+        if settings.moe.capacity_factor is not None:
+            limit_experts(model, Capacity(settings.moe.capacity_factor, settings.moe.token_drop_policy))
         if lora is not None and has_lora:
             attach_lora(model, spec, self.mesh, lora, head, self.config.trainer.seed, setting)
             if lora.adapter_path is not None:

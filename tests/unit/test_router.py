@@ -130,6 +130,24 @@ def test_an_expert_drops_what_is_over_its_capacity(policy: Any) -> None:
     assert metrics["router_max_load"] == float((chosen & is_token[:, None]).sum(0).max()) * EXPERTS / choices
 
 
+def test_megatrons_dispatcher_hears_of_a_capacity() -> None:
+    """Without one it takes top_k rows of each token, also of those that were dropped (0.19.2)."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megappo.engines.routing import limit_experts
+
+    layer = object.__new__(MoELayer)
+    torch.nn.Module.__init__(layer)
+    layer.token_dispatcher = SimpleNamespace(config=SimpleNamespace(moe_expert_capacity_factor=None))
+    model = torch.nn.Sequential(layer)
+    limit_experts(model, Capacity(0.6))
+    assert layer.token_dispatcher.config.moe_expert_capacity_factor is None, "a dense model has nothing to limit"
+    model.expert_routing = Routing(MOE, (0,))
+    limit_experts(model, Capacity(0.6))
+    assert layer.token_dispatcher.config.moe_expert_capacity_factor == 0.6
+    assert model.expert_routing.capacity == Capacity(0.6)
+
+
 def test_biases_go_up_where_the_load_is_under_the_mean() -> None:
     """By hand: the mean load of the second layer, which is this router's, is 4 tokens an expert, and then 4.5."""
     moe = MoeShape(num_experts=EXPERTS, top_k=TOP_K, ffn_size=4, norm_topk_prob=True, score="sigmoid", has_bias=True)
