@@ -47,6 +47,7 @@ for _message in (
     "TypedStorage is deprecated",
     "full scope is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
+    r"torch\.distributed is disabled, unavailable or uninitialized",  # it reads a checkpoint's common part so (0.19.2)
 ):
     warnings.filterwarnings("ignore", message=_message)
 
