@@ -6,7 +6,9 @@ of Triton is a UserError here.
 """
 
 import importlib.util
+import logging
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +35,11 @@ def device() -> torch.device:
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
+def _without(start: str) -> Callable[[logging.LogRecord], bool]:
+    """A filter that lets through what does not begin so."""
+    return lambda record: not record.getMessage().startswith(start)
+
+
 on_cpu: bool = not torch.cuda.is_available()
 """Whether this process runs Megatron without a GPU."""
 
@@ -47,9 +54,18 @@ for _message in (
     "TypedStorage is deprecated",
     "full scope is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
-    r"torch\.distributed is disabled, unavailable or uninitialized",  # it reads a checkpoint's common part so (0.19.2)
+    # How it reads a checkpoint's common part (0.19.2).
+    r"torch\.distributed is disabled, unavailable or uninitialized",
+    "The argument order of load has been changed",
 ):
     warnings.filterwarnings("ignore", message=_message)
+
+# The same of its logs, by logger (0.19.2): what those who run it can change nothing about.
+for _name, _message in {
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+}.items():
+    logging.getLogger(_name).addFilter(_without(_message))
 
 refuse_missing_triton()
 if on_cpu:
