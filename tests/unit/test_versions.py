@@ -2,6 +2,7 @@
 run with."""
 
 import ast
+import logging
 import subprocess
 import sys
 from importlib import metadata
@@ -11,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megappo.errors import UserError
-from megappo.parallel import triton_needed
+from megappo.parallel import runtime, triton_needed  # noqa: F401  the filters of logs
 from megappo.parallel.triton_needed import missing_triton, refuse_missing_triton
 from tests.conftest import by_file
 from tests.support.ranks import ROOT, rank_environment
@@ -103,3 +104,10 @@ def test_test_megatron_runs_every_file_once_and_those_that_differ_first() -> Non
     there = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "distributed").glob("test_*.py"))
     assert sorted(files) == [*there, "tests/unit"]
     assert files[:2] == ["tests/distributed/test_models.py", "tests/distributed/test_moe_parity.py"]
+
+
+@pytest.mark.parametrize(("message", "is_told"), [("GPTModel IS DEPRECATED. Use another.", False), ("memory", True)])
+def test_logs_that_nobody_can_act_on_are_left_out(message: str, is_told: bool) -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    record = logger.makeRecord(logger.name, logging.WARNING, __file__, 1, message, (), None)
+    assert bool(logger.filter(record)) is is_told
