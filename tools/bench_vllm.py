@@ -1,13 +1,12 @@
 """One GPU: what a switch from training shards to vLLM costs, against streaming the weights, and against a stock vLLM.
 
     python tools/bench_vllm.py --shape qwen2.5-1.5b [--layers N] [--rounds 5] [--quantization fp8] [--no-stock]
-    taskset --cpu-list 0-3 python tools/bench_vllm.py --shape qwen2.5-1.5b --rounds 200 --seconds 120
+    python tools/bench_vllm.py --shape qwen2.5-1.5b --rounds 200 --seconds 120
 
 Random weights of a published shape. Printed: bytes aliased, copied and received; seconds of the transfer and of the
 whole turn (sleep, wake, transfer); the same through vLLM's loader; GPU memory at each point; log-probs against the
 training forward, also after an update; tokens a second against a vLLM with weights of its own, in turns in one run,
-each round as it ends. Small models wait for the CPU, and single rounds differ by a quarter on a machine with other
-users: there, many rounds on the same few cores tell more than five.
+each round as it ends.
 
 Returns 1, with a line for each, where log-probs are on average farther from training's than the check of a run allows
 (`hybrid.check_limit` as it is unless set), or where the bytes of a switch are not the formulas'.
@@ -55,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, choices=sorted(PUBLISHED))
     parser.add_argument("--layers", type=int, help="another number of layers than the shape has")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved generations of both engines")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="each four generations: ours, the stock vLLM's, its, ours"
+    )
     parser.add_argument("--seconds", type=float, help=f"begin no further round after these, but do {FEWEST_ROUNDS}")
     parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
     parser.add_argument("--prompts", type=int, default=256)
@@ -269,18 +270,32 @@ def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, opti
 def take_turns(
     sides: Mapping[str, Callable[[], float]], rounds: int, seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """The rates of both sides in each round, after one unmeasured round. Who begins changes from round to round, so
-    that a machine that grows slower or faster favours neither. After `seconds` none begins, but there are five."""
+    """The rates of both sides in each round, after an unmeasured generation of both. A side that generates again right
+    after itself can be faster than one that comes after the other, a quarter in generations of 30 ms: so a round is
+    A B B A, and a side's rate that of both its generations together, one of each kind.
+
+    After `seconds` no round begins, but there are five.
+    """
+    one, other = sides
     rates: dict[str, list[float]] = {name: [] for name in sides}
+    gains: dict[str, list[float]] = {name: [] for name in sides}
+    for name in (other, one):
+        sides[name]()
     start = time.perf_counter()
-    for number in range(rounds + 1):
+    for number in range(1, rounds + 1):
         if number > FEWEST_ROUNDS and seconds is not None and time.perf_counter() - start > seconds:
             break
-        measured = {name: sides[name]() for name in list(sides)[:: 1 if number % 2 else -1]}
-        if number:
-            for name in sides:
-                rates[name].append(measured[name])
-            row(f"round {number}, tokens/s", ", ".join(f"{name} {measured[name]:,.0f}" for name in sides))
+        again, after_one, after_itself, after_other = (sides[name]() for name in (one, other, other, one))
+        for name, first, second in ((one, after_other, again), (other, after_one, after_itself)):
+            rates[name].append(statistics.harmonic_mean((first, second)))
+            gains[name].append(second / first)
+        told = f"{one} {rates[one][-1]:,.0f} ({again:,.0f}, {after_other:,.0f}), "
+        row(
+            f"round {number}, tokens/s",
+            told + f"{other} {rates[other][-1]:,.0f} ({after_one:,.0f}, {after_itself:,.0f})",
+        )
+    told = ", ".join(f"{name} {statistics.median(several):.2f}" for name, several in gains.items())
+    row("again, as a multiple of after the other", told)
     return rates
 
 

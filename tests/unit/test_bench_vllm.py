@@ -141,22 +141,25 @@ def test_a_bench_collects_what_is_wrong_at_every_point(
 def test_sides_take_turns_until_the_time_is_over(
     rounds: int, seconds: float | None, measured: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first round counts for neither, and who begins changes; five are measured even where no time is left."""
+    """Each side generates once after itself and once after the other in a round; here the former is twice as fast, and
+    the other side half as fast. Five rounds are measured even where no time is left."""
     asked: list[str] = []
 
-    def side(name: str) -> Callable[[], float]:
+    def side(name: str, speed: float) -> Callable[[], float]:
         def rate() -> float:
             asked.append(name)
-            return 1000.0 * len(asked)
+            return speed * (2 if asked[-2:] == [name, name] else 1)
 
         return rate
 
-    found = bench.take_turns({"megappo": side("megappo"), "stock": side("stock")}, rounds, seconds)
-    assert asked[:6] == ["stock", "megappo", "megappo", "stock", "stock", "megappo"]
-    assert len(asked) == 2 * (measured + 1) and [len(rates) for rates in found.values()] == [measured] * 2
-    assert found["megappo"][:2] == [3000, 6000] and found["stock"][:2] == [4000, 5000]
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == measured and re.fullmatch(r"round 2, tokens/s +megappo 6,000, stock 5,000", lines[1])
+    sides = {"megappo": side("megappo", 300), "stock": side("stock", 150)}
+    found = bench.take_turns(sides, rounds, seconds)
+    assert asked[:6] == ["stock", "megappo", "megappo", "stock", "stock", "megappo"] and len(asked) == 2 + 4 * measured
+    # As many tokens twice, at 300 and 600, are 400 tokens a second.
+    assert found == {"megappo": [400] * measured, "stock": [200] * measured}
+    lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == "round 2, tokens/s megappo 400 (600, 300), stock 200 (150, 300)" and len(lines) == measured + 1
+    assert lines[-1] == "again, as a multiple of after the other megappo 2.00, stock 2.00"
 
 
 SPEC_OF_LAYERS: Any = SimpleNamespace(shape=SimpleNamespace(num_layers=4, vocab_size=VOCABULARY, latent=None))
