@@ -161,7 +161,8 @@ lora=(-- model.lora.rank=32 algorithm.adv_estimator=grpo)
 shape() { # shape NAME OPTION …: a switch to vLLM, and its speed beside a stock vLLM
     local name="$1"
     shift
-    on_gpu 0 run "shape-$name" "$python" tools/bench_vllm.py --utilization 0.15 --rounds 200 --seconds "$((limit / 3))" "$@"
+    on_gpu 0 run "shape-$name" "$python" tools/bench_vllm.py --utilization 0.15 --tokens 64 --rounds 200 \
+        --seconds "$((limit / 3))" "$@"
 }
 
 experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatever number of GPUs there is from two on

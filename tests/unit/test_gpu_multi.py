@@ -131,7 +131,8 @@ def test_all_parts(scratch: Path, gpus: int) -> None:
 
 
 def check_shapes(called: Called) -> None:
-    commands = called.of("tools/bench_vllm.py", "--utilization", "0.15", "--rounds", "200", "--seconds", "100")
+    words = ["--utilization", "0.15", "--tokens", "64", "--rounds", "200", "--seconds", "100"]
+    commands = called.of("tools/bench_vllm.py", *words)
     assert [after(command, "--shape") for command in commands] == [["qwen2.5-1.5b"], ["qwen2.5-7b"], ["qwen3-30b-a3b"]]
 
 
