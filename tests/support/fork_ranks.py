@@ -5,8 +5,9 @@ import runpy
 import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
@@ -43,16 +44,27 @@ def start(num_ranks: int, module: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_rank(rank: int, num_ranks: int, port: int, module: str) -> None:
-    """The program as `__main__`, then the end of this process, whatever happens."""
+def run_rank(rank: int, num_ranks: int, port: int, module: str) -> NoReturn:
+    """The program as `__main__`, then the end of this process."""
     os.environ |= meeting_environment(rank, num_ranks, port)
+
+    def program() -> int:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    end_with(program)
+
+
+def end_with(work: Callable[[], int]) -> NoReturn:
+    """Ends this process with the code that `work` returns, and with 1 whatever else happens: a copy of its parent must
+    never go on as the parent."""
     code = 1
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  a copy of the parent must never go on as the parent
+        code = work()
+    except BaseException:  # noqa: BLE001  told here, for nobody else does
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()

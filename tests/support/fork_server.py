@@ -7,14 +7,14 @@ FD, which no library prints to: the process that it has forked, and, when that h
 input.
 """
 
+import functools
 import json
 import os
 import sys
-from typing import Any
 
 import megappo.parallel.runtime  # isort: skip  before megatron
 
-from transformers import AutoTokenizer  # noqa: F401  what nearly all programs import, this too
+from transformers import AutoTokenizer  # noqa: F401  what programs import when they read a tokenizer
 
 import megappo.trainer.build  # noqa: F401
 from tests.support import fork_ranks
@@ -25,28 +25,20 @@ def main() -> None:
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            run(*json.loads(line))
+            fork_ranks.end_with(functools.partial(run, *json.loads(line)))
         os.write(answers, b"%d\n" % child)
         _, status = os.waitpid(child, 0)
         os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
-def run(num_ranks: int, module: str, arguments: list[Any], output: str) -> None:
-    """In a session of its own, as `fork_ranks` does it; then the end of this process, whatever happens."""
-    code = 1
-    try:
-        os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        code = fork_ranks.start(num_ranks, module, arguments)
-    except BaseException:  # noqa: BLE001  a copy of the server must never go on as the server
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def run(num_ranks: int, module: str, arguments: list[str], output: str) -> int:
+    """In a session of its own, which prints into the file; the exit code."""
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    return fork_ranks.start(num_ranks, module, arguments)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import transformers.tokenization_utils_tokenizers  # noqa: F401  once, before the ranks are forked
 from megatron.core import parallel_state
 
 from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request
