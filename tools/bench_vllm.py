@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=5, help="each four generations: ours, the stock vLLM's, its, ours"
     )
-    parser.add_argument("--seconds", type=float, help=f"begin no further round after these, but do {FEWEST_ROUNDS}")
+    end = f"from the start of all: no further round begins after them, but {FEWEST_ROUNDS} do"
+    parser.add_argument("--seconds", type=float, help=end)
     parser.add_argument("--cycles", type=int, default=10, help="turns that are timed")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a prompt in these generations")
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.stock:
         return serve_stock(options)
+    options.end = None if options.seconds is None else time.perf_counter() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         problems = bench(options, write_config(Path(folder), options))
     for problem in problems:
@@ -256,7 +258,7 @@ def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, opti
         return next(float(line.split()[1]) for line in from_stock if line.startswith("rate "))
 
     sides = {"megappo": ours, "stock": theirs}
-    rates = take_turns(sides, options.rounds, options.seconds)
+    rates = take_turns(sides, options.rounds, options.end)
     stock.stdin.close()
     stock.wait(60)
     for name, several in rates.items():
@@ -268,22 +270,21 @@ def compare_speed(engine: VLLMRolloutEngine, spec: ModelSpec, folder: Path, opti
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[], float]], rounds: int, seconds: float | None = None
+    sides: Mapping[str, Callable[[], float]], rounds: int, end: float | None = None
 ) -> dict[str, list[float]]:
     """The rates of both sides in each round, after an unmeasured generation of both. A side that generates again right
     after itself can be faster than one that comes after the other, a quarter in generations of 30 ms: so a round is
     A B B A, and a side's rate that of both its generations together, one of each kind.
 
-    After `seconds` no round begins, but there are five.
+    When the clock is at `end` no further round begins, but there are five.
     """
     one, other = sides
     rates: dict[str, list[float]] = {name: [] for name in sides}
     gains: dict[str, list[float]] = {name: [] for name in sides}
     for name in (other, one):
         sides[name]()
-    start = time.perf_counter()
     for number in range(1, rounds + 1):
-        if number > FEWEST_ROUNDS and seconds is not None and time.perf_counter() - start > seconds:
+        if number > FEWEST_ROUNDS and end is not None and time.perf_counter() > end:
             break
         again, after_one, after_itself, after_other = (sides[name]() for name in (one, other, other, one))
         for name, first, second in ((one, after_other, again), (other, after_one, after_itself)):

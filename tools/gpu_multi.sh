@@ -39,6 +39,8 @@ all_parts="shapes tests parity lost switch single step lora vllm experts learn"
 parts_of_one="shapes tests experts"
 parts="${PARTS:-$all_parts}"
 [[ -z "${PARTS:-}" && "$gpus" == 1 ]] && parts="$parts_of_one"
+# Of logs; bars of progress, which write over themselves, are too.
+noise='^(timing|Writing|WARNING|W[0-9]{4}|\[rank|\[W[0-9]{4}|\*+)|Warning|warnings\.warn|it/s[],]'
 # The order of the table.
 sections="shape-1.5b shape-7b shape-30b tests-vllm tests parity lost switch switch-experts step-one lora-one learn-one step lora vllm experts experts-eager learn-dp learn-pp learn"
 for part in $parts; do
@@ -119,9 +121,9 @@ run() { # run NAME COMMAND …: within the time limit, into a log of its own; it
     {
         printf '\n## %s\n\n```\n' "$name"
         if ((code == 0)); then
-            grep -vE '^(timing|Writing|W[0-9]{4}|\[rank|\*+)|Warning|warnings\.warn' "$out/$name.log" | tail -n 90
+            sed 's/.*\r//' "$out/$name.log" | grep -vE "$noise" | tail -n 90
         else
-            tail -n 60 "$out/$name.log"
+            tail -n 60 "$out/$name.log" | sed 's/.*\r//'
         fi
         printf '```\n'
     } >"$out/$name.section"
@@ -162,7 +164,7 @@ shape() { # shape NAME OPTION …: a switch to vLLM, and its speed beside a stoc
     local name="$1"
     shift
     on_gpu 0 run "shape-$name" "$python" tools/bench_vllm.py --utilization 0.15 --tokens 64 --rounds 200 \
-        --seconds "$((limit / 3))" "$@"
+        --seconds "$((limit * 7 / 10))" "$@"
 }
 
 experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatever number of GPUs there is from two on
@@ -171,7 +173,8 @@ experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatev
     run "$name" "$python" tools/bench_step.py --shape qwen3-30b-a3b --experts 16 --layers 12 --steps 3 --out "$out/$name" \
         --limit "$((limit * 9 / 10))" --each-step \
         --metrics hybrid/bytes_aliased hybrid/bytes_copied hybrid/probe_diff_mean rollout/log_prob_diff_mean \
-        --layouts "ep=$ep,dp=$gpus" model.experts=grouped rollout.engine=vllm "rollout.tensor_model_parallel_size=$ep" "$@"
+        --layouts "ep=$ep,dp=$gpus" model.experts=grouped rollout.engine=vllm rollout.gpu_memory_utilization=0.4 \
+        "rollout.tensor_model_parallel_size=$ep" "$@"
 }
 
 learn() { # learn NAME SIZES [OVERRIDE …]: one run on GSM8K

@@ -27,6 +27,7 @@ from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
 from megappo.models.build import ModelSpec
+from megappo.observe.memory import AbsentBytes
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan, plan_batches
@@ -97,7 +98,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     parts = LoopParts(
         total_steps=total_steps, spec=spec, tokenizer=tokenizer, roles=saved_roles(actor=actor, critic=critic),
         order=feed, controller=controller, evaluator=evaluator(config, mesh, evaluation_sets, rollout, reward),
-        memory=roles.memory, files=saved_files(shaping, replayed),
+        memory=roles.memory, absent=rollout.absent, files=saved_files(shaping, replayed),
     )  # fmt: skip
     return PPOTrainer(
         mesh=mesh, plan=plan, collector=with_dynamic_sampling(config, collector), shaping=shaping,
@@ -180,6 +181,7 @@ class TrainingData:
             evaluator=evaluator,
             exported_role=exported_role,
             memory=memory,
+            absent=evaluator.rollout.absent if isinstance(evaluator, Evaluator) else AbsentBytes(),
         )
         return Loop(config, mesh, parts)
 

@@ -27,7 +27,7 @@ from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
-from megappo.observe.memory import PeakMemory
+from megappo.observe.memory import AbsentBytes, PeakMemory
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
@@ -72,6 +72,7 @@ class LoopParts:
     exported_role: str = "actor"
     files: Mapping[str, SavedFile] = field(default_factory=dict)
     memory: Memory = NO_MEMORY
+    absent: AbsentBytes = field(default_factory=AbsentBytes)
 
 
 class Step:
@@ -136,7 +137,7 @@ class Loop:
         )
         self._stop = StopSignal(mesh)
         self._best = BestEvaluation(config.trainer.best_metric)
-        self._peak = PeakMemory()
+        self._peak = PeakMemory(parts.absent)
         self._last_saved = 0
         self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE

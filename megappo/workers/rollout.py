@@ -27,9 +27,11 @@ from megappo.engines.rollout import (
 )
 from megappo.errors import UserError
 from megappo.experience.sample import Prompt, RolloutSample
+from megappo.observe.memory import AbsentBytes
 from megappo.parallel.collectives import any_rank, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.dealing import deal, plan_delivery
+from megappo.workers.device_turns import DeviceTurns
 from megappo.workers.responses import exchange_completions
 from megappo.workers.turns import TurnTaking
 
@@ -55,12 +57,14 @@ class RolloutWorker:
         turns: TurnTaking | None = None,
         experts: tuple[int, int] | None = None,
         weights: RoleMemory | None = None,
+        device_share: float | None = None,
     ) -> None:
         """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
         where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
         been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions.
         `weights` is the memory of the role that generates: its parameters stay on the device for the whole turn where
-        the engine uses them where they lie, and until it has copied them elsewhere."""
+        the engine uses them where they lie, and until it has copied them elsewhere. `device_share` is what the engine
+        fills of a GPU behind torch; None where it takes no such memory."""
         self.engine = engine
         self._on_sample = on_sample
         self.sampling = sampling
@@ -70,6 +74,7 @@ class RolloutWorker:
         self._turns = turns
         self._experts = experts
         self._weights = weights
+        self._device = DeviceTurns(device_share)
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
         if weights is not None and isinstance(engine, CopiesWeights):
@@ -116,16 +121,27 @@ class RolloutWorker:
         ]
 
     def sync_weights(self) -> SyncReport:
-        """Takes the turn to generate: responses come after it."""
+        """Takes the turn to generate: responses come after it. Raises ConfigError where the GPU has no room for it."""
         if self._weights is None:
-            return self.engine.sync_weights()
+            return self._switched()
         self._weights.hold("params")
         gathered = self._weights.gathered_bytes
-        report, kept = self.engine.sync_weights(), self._weights.gathered_bytes
+        report, kept = self._switched(), self._weights.gathered_bytes
         if not gathered:
             return report
         held = report.held
         return replace(report, held=HeldBytes(held.asleep, held.with_weights + gathered, held.awake + kept))
+
+    def _switched(self) -> SyncReport:
+        with self._device.waking():
+            report = self.engine.sync_weights()
+        self._device.has_woken(report.held)
+        return report
+
+    @property
+    def absent(self) -> AbsentBytes:
+        """What a sleeping engine has given back of what torch counts as allocated."""
+        return self._device.absent
 
     def worst_tensor(self) -> WorstTensor | None:
         """The engine's parameter that differs most from training's, which are back for that until `release`; None where
@@ -150,6 +166,7 @@ class RolloutWorker:
         if self._weights is not None and isinstance(self.engine, CopiesWeights):
             self._weights.rest()  # what a check brought back would pass for the engine's
         self.engine.release()
+        self._device.sleeps()
         if self._weights is not None:
             self._weights.let_go("params")
 

@@ -118,6 +118,11 @@ def test_the_environment_speaks_where_the_mask_is_false(layout: str, results: di
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_peaks_are_told_when_the_engine_sleeps(layout: str, results: dict[str, Any]) -> None:
+    assert all(rank["peaks are told of the engine"] is True for rank in results[f"turns {layout}"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_of_the_environment_carry_no_loss(layout: str, results: dict[str, Any]) -> None:
     """Their advantages were NaN; the loss is that of A = 1 on the policy's tokens at ratio 1."""
     for rank in results[f"turns {layout}"]:

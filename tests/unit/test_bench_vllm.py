@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,7 +154,8 @@ def test_sides_take_turns_until_the_time_is_over(
         return rate
 
     sides = {"megappo": side("megappo", 300), "stock": side("stock", 150)}
-    found = bench.take_turns(sides, rounds, seconds)
+    end = None if seconds is None else time.perf_counter() + seconds
+    found = bench.take_turns(sides, rounds, end)
     assert asked[:6] == ["stock", "megappo", "megappo", "stock", "stock", "megappo"] and len(asked) == 2 + 4 * measured
     # As many tokens twice, at 300 and 600, are 400 tokens a second.
     assert found == {"megappo": [400] * measured, "stock": [200] * measured}

@@ -131,7 +131,7 @@ def test_all_parts(scratch: Path, gpus: int) -> None:
 
 
 def check_shapes(called: Called) -> None:
-    words = ["--utilization", "0.15", "--tokens", "64", "--rounds", "200", "--seconds", "100"]
+    words = ["--utilization", "0.15", "--tokens", "64", "--rounds", "200", "--seconds", "210"]
     commands = called.of("tools/bench_vllm.py", *words)
     assert [after(command, "--shape") for command in commands] == [["qwen2.5-1.5b"], ["qwen2.5-7b"], ["qwen3-30b-a3b"]]
 
@@ -223,8 +223,16 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_others_go_on(scratch: Path) 
     assert "no such GPU" in called.table and "half" in (scratch / "out" / "lost.log").read_text()
 
 
+def test_the_table_leaves_out_what_says_nothing(scratch: Path) -> None:
+    bar = r"printf 'Loading: 0%%| 0/5 [?, ?it/s]\rLoading: 100%%| 5/5 [00:01<00:00, 5.1it/s]\nbytes 7\nWARNING later\n'"
+    called = call(scratch, 2, PARTS="switch", do=bar)
+    section = called.table[called.table.index("## switch\n") : called.table.index("## switch-experts\n")]
+    assert section == "## switch\n\n```\nsummary: figures of tools/bench_reshard.py\nbytes 7\n```\n\n"
+
+
 def test_experts_are_generated_without_graphs_where_graphs_fail(scratch: Path) -> None:
     words = ["--shape", "qwen3-30b-a3b", "--experts", "16", "--layers", "12", "ep=2,dp=2", "rollout.engine=vllm"]
+    words += ["rollout.gpu_memory_utilization=0.4"]
     called = call(scratch, 2, PARTS="experts")
     (graphs,) = called.of("tools/bench_step.py", *words, "rollout.tensor_model_parallel_size=2")
     assert called.code == 0 and "rollout.enforce_eager=true" not in graphs and "| experts-eager |" not in called.table

@@ -59,7 +59,8 @@ def turns(trainer: PPOTrainer, world_size: int) -> dict[str, Any]:
         )
     advantages = torch.where(batch.response_mask, 1.0, torch.nan)
     update = trainer.actor.update(batch.fill(advantages=advantages))
-    return {"rows": rows, "update": update, "metrics": step.metrics}
+    told = trainer.loop._peak._absent is trainer.collector.rollout.absent  # type: ignore[union-attr]
+    return {"rows": rows, "update": update, "metrics": step.metrics, "peaks are told of the engine": told}
 
 
 def run(name: str, entry: dict[str, Any], config_file: str, folder: Path) -> dict[str, Any]:
