@@ -3,6 +3,7 @@
 from megappo.config.checks_layout import model_parallel_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.grid import TrainingGrid, generation_problem
+from megappo.config.hybrid import HybridConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, Severity, typed
 
@@ -11,17 +12,54 @@ SIZE = "rollout.tensor_model_parallel_size"
 
 def hybrid_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     """`dp` is the data-parallel size where it is known; a size that depends on it is checked only then."""
-    problems = []
-    if config.rollout.engine == "native" and config.hybrid.weights != "auto":
-        reason = "does nothing, for rollout.engine is native, which always takes the shards"
-        remedy = "leave it out, or set rollout.engine to vllm"
-        problems.append(
-            Problem("hybrid.weights", typed(config.hybrid.weights), reason, remedy, severity=Severity.WARNING)
-        )
+    problems = _unused_settings(config)
     size = config.rollout.tensor_model_parallel_size
     if size is not None:
         problems += _grid_problems(config, size, dp) or _head_problems(config, size)
-    return problems + _group_problems(config)
+    return problems + _group_problems(config) + _expert_problems(config)
+
+
+def _unused_settings(config: ExperimentConfig) -> list[Problem]:
+    """Warnings for keys of `hybrid` that this run does not read."""
+    hybrid, rollout, reasons = config.hybrid, config.rollout, {}
+    if rollout.engine == "native":
+        reasons["weights"] = "rollout.engine is native, which always takes the shards"
+        if not config.generates_in_own_layout:
+            reasons["bucket_mib"] = "the native engine decodes on the training shards where they lie"
+    elif hybrid.weights == "load" or rollout.quantization is not None:
+        reasons["bucket_mib"] = "weights are streamed through vLLM's loader, tensor by tensor"
+    if config.trainer.kind != "ppo":
+        reasons |= dict.fromkeys(("check_every", "check_limit"), f"trainer.kind {config.trainer.kind} checks no switch")
+    problems = []
+    for name, reason in reasons.items():
+        value = getattr(hybrid, name)
+        if value != HybridConfig.model_fields[name].default:
+            reason, remedy = f"does nothing, for {reason}", "leave it out"
+            problems.append(Problem(f"hybrid.{name}", typed(value), reason, remedy, Severity.WARNING))
+    return problems
+
+
+def _expert_problems(config: ExperimentConfig) -> list[Problem]:
+    """Of whole experts spread over a replica of vLLM: a plan has as many of them on each rank."""
+    rollout, path = config.rollout, "rollout.enable_expert_parallel"
+    asked = rollout.enable_expert_parallel
+    if rollout.engine != "vllm" or asked is False or (asked is None and config.layout.ep == 1):
+        return []
+    try:
+        facts = read_model_facts(config.model.path)
+    except ModelFolderError:
+        return []  # the layout's rules say so
+    size = config.generation_tp
+    if facts.num_experts is None:
+        return [Problem(path, "true", f"{config.model.path} has no experts", "leave it out")] if asked else []
+    if facts.num_experts % size == 0:
+        return []
+    possible = ", ".join(str(each) for each in range(1, size) if facts.num_experts % each == 0 and facts.tp_fits(each))
+    reason = f"{facts.num_experts} experts can't be spread evenly over the {size} ranks of a replica"
+    if asked:
+        return [Problem(path, "true", reason, f"false, or {SIZE} of {possible}")]
+    reason += ", as they are on GPUs with layout.ep over 1"
+    return [Problem(path, None, reason, f"false, or {SIZE} of {possible}", Severity.WARNING)]
 
 
 def _group_problems(config: ExperimentConfig) -> list[Problem]:

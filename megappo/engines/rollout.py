@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from megappo.experience.sample import FinishReason
+from megappo.observe.memory import AbsentBytes
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,16 @@ class CopiesWeights(Protocol):
     it needs those of training no more, until the next."""
 
     when_copied: Callable[[], None]
+
+
+@runtime_checkable
+class ReturnsMemory(Protocol):
+    """An engine that takes memory of a GPU past torch's allocator, and gives it back between its turns."""
+
+    @property
+    def absent(self) -> AbsentBytes:
+        """What it has given back of what torch counts as allocated."""
+        ...
 
 
 class RolloutEngine(Protocol):

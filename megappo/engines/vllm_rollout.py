@@ -31,12 +31,13 @@ from megappo.engines.rollout import (
 from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.environment import process_state_kept
 from megappo.engines.vllm.generation import check_sampling, generate
-from megappo.engines.vllm.memory import EngineMemory, synchronize, used_bytes
+from megappo.engines.vllm.memory import EngineMemory, require_share, synchronize, used_bytes
 from megappo.engines.vllm.patches import default_group_kept
-from megappo.engines.vllm.start import check_engine, start_engine, uses_expert_parallel
+from megappo.engines.vllm.start import check_engine, check_experts, start_engine, uses_expert_parallel
 from megappo.engines.vllm.transfer import LoadTransfer, WeightTransfer, chosen_way
 from megappo.models.architecture import ModelSpec
 from megappo.models.chunks import unwrapped
+from megappo.observe.memory import AbsentBytes
 from megappo.parallel.mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class VLLMRolloutEngine:
         self._grid = GenerationGrid(mesh.training_grid, config.tensor_model_parallel_size or mesh.tp)
         self._max_model_len = config.max_model_len or max_model_len
         check_engine(config, spec, self._max_model_len)
+        check_experts(config, mesh, spec, self._grid.tp)
         self._wrapped = model
         self._vocab_size = spec.shape.vocab_size
         self._decode = decode
@@ -79,6 +81,7 @@ class VLLMRolloutEngine:
         self._transfer = self._chosen_transfer(config, spec, mesh, weights, bucket_bytes)
         _log.info("weights go to vLLM %s", self._transfer.description)
         torch.cuda.empty_cache()  # vLLM does so when it starts: what that frees is not the engine's
+        require_share(config.gpu_memory_utilization, mesh)
         used_before_start = used_bytes()
         with process_state_kept(), self._transfer.starting():
             self._llm: Any = start_engine(
@@ -94,6 +97,8 @@ class VLLMRolloutEngine:
             )
             self._memory = EngineMemory(
                 self._llm,
+                mesh,
+                share=config.gpu_memory_utilization,
                 sleeps=config.free_cache_engine,
                 level=self._transfer.sleep_level,
                 used_before_start=used_before_start,
@@ -122,12 +127,17 @@ class VLLMRolloutEngine:
         """Groups of ranks strided over the training layout, as `GenerationGrid` says."""
         return Replicas(self._grid.groups)
 
+    @property
+    def absent(self) -> AbsentBytes:
+        """What it has given back of what torch counts as allocated."""
+        return self._memory.absent
+
     def sync_weights(self) -> SyncReport:
         """Wakes the engine and makes the training weights of this moment its own; every rank of the world calls it.
 
         The cache comes last, so that it is not there while a transfer takes memory, nor training's weights where
         `when_copied` moves them away. With an overlapped parameter gather the optimizer leaves weights stale until the
-        next forward: it is forced.
+        next forward: it is forced. Raises ConfigError on all ranks where a GPU has no room for the cache.
         """
         start = time.perf_counter()
         finish_parameter_gather(self._wrapped)

@@ -27,7 +27,7 @@ class PeakMemory:
     """On a GPU what torch has allocated there, but for what is `absent`; elsewhere resident memory, whose peak cannot
     be told by phase.
 
-    Where an engine wakes or falls asleep within a phase, it counts as awake for all of it: a peak is never too small.
+    Where an engine wakes or falls asleep within a phase, it counts as awake for all of it.
     """
 
     def __init__(self, absent: AbsentBytes | None = None) -> None:

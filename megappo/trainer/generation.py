@@ -49,17 +49,9 @@ def rollout_worker(
         seed=config.trainer.seed,
         on_sample=on_sample,
         weights=memory,
-        device_share=device_share(config, mesh),
         turns=None if environment is None else turn_taking(config, environment, engine, tokenizer, mesh),
         experts=None if moe is None else (len(moe_layers(moe, spec.shape.num_layers)), moe.top_k),
     )
-
-
-def device_share(config: ExperimentConfig, mesh: Mesh) -> float | None:
-    """What the engine fills of a GPU's memory past torch's allocator; None where it takes none, as on a CPU."""
-    if mesh.device.type == "cpu" or config.rollout.engine != "vllm":
-        return None
-    return config.rollout.gpu_memory_utilization
 
 
 def multi_turn_environment(config: ExperimentConfig) -> Callable[..., Environment] | None:

@@ -97,7 +97,10 @@ class Step:
         with self._clock.phase(name):
             self._peak.begin_phase()
             yield
-            self.metrics |= self._peak.metrics(name) | self._memory.metrics(name)
+            # A phase may come several times in a step: its peak is that of all of them.
+            found = self._peak.metrics(name).items()
+            peaks = {peak: max(value, self.metrics.get(peak, 0.0)) for peak, value in found}
+            self.metrics |= peaks | self._memory.metrics(name)
             self._memory.rest()
 
     def progress(self, done: int, total: int) -> None:
@@ -145,6 +148,7 @@ class Loop:
     def steps(self) -> Iterator[Step]:
         """The steps of the run from where it starts or resumes; what follows a step happens when the next is asked
         for."""
+        self._peak.begin_phase()  # the engine started awake, and sleeps now
         start = self._start()
         self._parts.memory.rest()
         for number in range(start + 1, self._parts.total_steps + 1):
@@ -224,7 +228,10 @@ class Loop:
             return {}
         self._reporter.phase(step, "evaluate")
         self._parts.memory.rest()
+        # A phase for memory's peaks: the engine wakes and falls asleep in it.
+        self._peak.begin_phase()
         evaluation = evaluator.run(self._reporter.progress)
+        self._peak.begin_phase()
         self._parts.memory.rest()
         return evaluation
 

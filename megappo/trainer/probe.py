@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,11 @@ PROBE_PROMPTS = 4
 @dataclass(frozen=True)
 class Probe:
     """How far the engine's log-probs are from the trainer's, over the tokens of all ranks, in nats; infinite where one
-    is no number. `worst` is this rank's worst token."""
+    is no number. `worst` is this rank's worst token; None where the engine could sample none."""
 
     mean: float
     max: float
-    worst: TokenDifference
+    worst: TokenDifference | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ def probe(rollout: RolloutWorker, actor: ActorWorker, prompts: Sequence[Prompt],
     # From the whole distribution: the trainer computes no other log-probs.
     limit = min(PROBE_TOKENS, rollout.sampling.max_tokens)
     sampling = dataclasses.replace(rollout.sampling, max_tokens=limit, top_k=0, top_p=1.0)
-    samples = rollout.sample(chosen, mine, sampling, 1, (PROBE_STREAM, step), with_environment=False)
+    try:
+        samples = rollout.sample(chosen, mine, sampling, 1, (PROBE_STREAM, step), with_environment=False)
+    except FloatingPointError:  # on all ranks alike
+        return Probe(math.inf, math.inf, None)
     batch = ExperienceBatch.from_samples(samples)
     return compare(samples, actor.log_probs_now(batch)[batch.response_mask], mesh)
 
@@ -92,6 +96,9 @@ def compare(samples: Sequence[RolloutSample], trainer: Tensor, mesh: Mesh) -> Pr
     )
 
 
-def worst_of_all(own: TokenDifference, mesh: Mesh) -> TokenDifference:
-    """The worst token of any rank, the same answer on every rank. A collective call over the world."""
-    return max(gather_objects(own, mesh.world_group), key=lambda token: token.difference)
+def worst_of_all(own: TokenDifference | None, mesh: Mesh) -> str:
+    """What is said of the worst token of any rank, the same on every rank. A collective call over the world."""
+    tokens = [token for token in gather_objects(own, mesh.world_group) if token is not None]
+    if not tokens:
+        return "none, for the engine's logits are no numbers"
+    return str(max(tokens, key=lambda token: token.difference))

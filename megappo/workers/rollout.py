@@ -20,6 +20,7 @@ from megappo.engines.rollout import (
     GenerationRequest,
     HeldBytes,
     Progress,
+    ReturnsMemory,
     RolloutEngine,
     SamplingParams,
     SyncReport,
@@ -31,7 +32,6 @@ from megappo.observe.memory import AbsentBytes
 from megappo.parallel.collectives import any_rank, gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.dealing import deal, plan_delivery
-from megappo.workers.device_turns import DeviceTurns
 from megappo.workers.responses import exchange_completions
 from megappo.workers.turns import TurnTaking
 
@@ -57,15 +57,15 @@ class RolloutWorker:
         turns: TurnTaking | None = None,
         experts: tuple[int, int] | None = None,
         weights: RoleMemory | None = None,
-        device_share: float | None = None,
     ) -> None:
         """`turns` are those with an environment. `on_sample` is told each training sample as soon as it is there,
         where this rank's replica is its copy of the model; elsewhere samples are not this rank's own before all have
         been exchanged. `experts`: (layers, top_k) of the experts that the engine records with its completions.
         `weights` is the memory of the role that generates: its parameters stay on the device for the whole turn where
-        the engine uses them where they lie, and until it has copied them elsewhere. `device_share` is what the engine
-        fills of a GPU behind torch; None where it takes no such memory."""
+        the engine uses them where they lie, and until it has copied them elsewhere."""
         self.engine = engine
+        self.absent = engine.absent if isinstance(engine, ReturnsMemory) else AbsentBytes()
+        """What a sleeping engine has given back of what torch counts as allocated."""
         self._on_sample = on_sample
         self.sampling = sampling
         self._mesh = mesh
@@ -74,7 +74,6 @@ class RolloutWorker:
         self._turns = turns
         self._experts = experts
         self._weights = weights
-        self._device = DeviceTurns(device_share)
         copies = {tuple(sorted(mesh.grid[:, dp_rank].flatten().tolist())) for dp_rank in range(mesh.dp)}
         self._needs_exchange = {tuple(sorted(group)) for group in engine.replicas.groups} != copies
         if weights is not None and isinstance(engine, CopiesWeights):
@@ -107,7 +106,8 @@ class RolloutWorker:
     ) -> list[RolloutSample]:
         """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ).
 
-        Without environment a response is one turn. Raises the UserError of any rank on all of them.
+        Without environment a response is one turn. Raises the UserError of any rank on all of them, and
+        FloatingPointError where an engine computes no numbers.
         """
         listener = None if self._needs_exchange else on_sample
         work = _Work(prompts, num_samples, sampling, (self._seed, *stream), with_environment, listener)
@@ -121,27 +121,16 @@ class RolloutWorker:
         ]
 
     def sync_weights(self) -> SyncReport:
-        """Takes the turn to generate: responses come after it. Raises ConfigError where the GPU has no room for it."""
+        """Takes the turn to generate: responses come after it. Raises the engine's ConfigError on all ranks."""
         if self._weights is None:
-            return self._switched()
+            return self.engine.sync_weights()
         self._weights.hold("params")
         gathered = self._weights.gathered_bytes
-        report, kept = self._switched(), self._weights.gathered_bytes
+        report, kept = self.engine.sync_weights(), self._weights.gathered_bytes
         if not gathered:
             return report
         held = report.held
         return replace(report, held=HeldBytes(held.asleep, held.with_weights + gathered, held.awake + kept))
-
-    def _switched(self) -> SyncReport:
-        with self._device.waking():
-            report = self.engine.sync_weights()
-        self._device.has_woken(report.held)
-        return report
-
-    @property
-    def absent(self) -> AbsentBytes:
-        """What a sleeping engine has given back of what torch counts as allocated."""
-        return self._device.absent
 
     def worst_tensor(self) -> WorstTensor | None:
         """The engine's parameter that differs most from training's, which are back for that until `release`; None where
@@ -166,7 +155,6 @@ class RolloutWorker:
         if self._weights is not None and isinstance(self.engine, CopiesWeights):
             self._weights.rest()  # what a check brought back would pass for the engine's
         self.engine.release()
-        self._device.sleeps()
         if self._weights is not None:
             self._weights.let_go("params")
 
@@ -187,12 +175,12 @@ class RolloutWorker:
 
     def _generated(self, work: _Work, positions: Sequence[int], progress: Progress | None) -> dict[int, Completion]:
         """Completions of the rank's own replica, by position. A collective call over the world."""
-        error: UserError | None = None
+        error: UserError | FloatingPointError | None = None
         completions: list[Completion] = []
         try:
             if positions:
                 completions = self._responses(work, positions, progress)
-        except UserError as mistake:
+        except (UserError, FloatingPointError) as mistake:
             error = mistake
         _raise_alike(error, self._mesh)
         return dict(zip(positions, completions, strict=True))
@@ -267,7 +255,7 @@ def noise_key(*parts: int) -> int:
     return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
 
 
-def _raise_alike(error: UserError | None, mesh: Mesh) -> None:
+def _raise_alike(error: Exception | None, mesh: Mesh) -> None:
     """Raises the first rank's error on every rank, so that none waits for one that has left."""
     if any_rank(error is not None, mesh):
         errors = gather_objects(error, mesh.world_group)

@@ -109,6 +109,21 @@ def test_weights_that_stay_wrong_end_the_run_on_every_rank(layout: str, results:
         assert rank["wrong always"]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
 
 
+@pytest.mark.parametrize("layout", NATIVE)
+def test_logits_that_are_no_numbers_are_sent_again_and_named_too(layout: str, results: dict[str, Any]) -> None:
+    """On the last rank alone under dp; the other one goes along."""
+    for rank in results[layout]:
+        first, _ = rank["no numbers once"]["metrics"]
+        assert first["hybrid/probe_resent"] == 1 and first["hybrid/probe_diff_mean"] < 1e-5
+        assert rank["no numbers once"]["error"] is None
+        assert rank["no numbers"]["error"] == (
+            "step 1: the rollout engine has not got the trained weights: its log-probs are on average inf nats off the "
+            "trainer's, hybrid.check_limit is 0.001, though they were sent twice; wrong tensor: "
+            f"{TENSOR} (off by 0.25 at most), on rank 1; worst token: none, for the engine's logits are no numbers"
+        )
+        assert rank["no numbers"]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
+
+
 def test_an_engine_that_names_no_tensor_says_so(results: dict[str, Any]) -> None:
     for rank in results["tp2"]:
         assert (

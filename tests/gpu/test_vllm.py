@@ -66,6 +66,11 @@ def gives_memory_back(switches: list[dict[str, Any]]) -> None:
         held = switch["report"]["held"]
         assert held["awake"] - held["asleep"] > 1024 * MIB
         assert switch["used awake"] - switch["used asleep"] > 1024 * MIB
+        # torch counts what is asleep as allocated: without it, no more than is in use.
+        assert switch["allocated asleep"] > switch["used asleep"]
+        assert switch["allocated asleep"] - switch["absent asleep"] <= switch["used asleep"]
+        assert switch["absent awake"] == 0
+        assert abs(switch["absent asleep"] - (held["awake"] - held["asleep"])) <= 16 * MIB
     for name in ("asleep", "with_weights", "awake"):
         sizes = [switch["report"]["held"][name] for switch in switches[1:]]
         assert max(sizes) - min(sizes) <= 16 * MIB, (name, sizes)

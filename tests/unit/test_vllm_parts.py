@@ -20,7 +20,7 @@ from megappo.engines.rollout import GenerationRequest, SamplingParams
 from megappo.engines.vllm import generation
 from megappo.engines.vllm.environment import prepare_environment, process_state_kept
 from megappo.engines.vllm.patches import _in_given_order, _renumbered, default_group_kept, replaced
-from megappo.engines.vllm.start import check_engine
+from megappo.engines.vllm.start import check_engine, check_experts
 from megappo.engines.vllm.transfer import chosen_way
 from megappo.errors import ConfigError
 from megappo.models.architecture import read_model
@@ -48,6 +48,27 @@ def test_a_family_that_vllm_has_no_layers_for_is_refused(tmp_path: Path, monkeyp
         check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
     check_engine(RolloutConfig(engine="vllm"), read_model(tmp_path), 64)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "asked", "ep", "tp", "is_refused"),
+    [
+        (False, None, 4, 8, True), (False, None, 4, 4, False), (False, None, 1, 8, False), (False, False, 4, 8, False),
+        (False, True, 1, 8, True), (True, None, 4, 8, False),
+    ],
+)  # fmt: skip
+def test_replicas_that_can_not_hold_as_many_experts_each_are_refused(
+    on_cpu: bool, asked: bool | None, ep: int, tp: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 experts over 8 ranks: vLLM gives four of them 8, and the others 7."""
+    monkeypatch.setattr("megappo.parallel.runtime.on_cpu", on_cpu)
+    config, mesh = RolloutConfig(engine="vllm", enable_expert_parallel=asked), SimpleNamespace(ep=ep)
+    spec = SimpleNamespace(shape=SimpleNamespace(moe=SimpleNamespace(num_experts=60)))
+    if not is_refused:
+        check_experts(config, mesh, spec, tp)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ConfigError, match=r"60 experts can't .* over the 8 ranks .* to one of 1, 2, 3, 4, 5, 6$"):
+        check_experts(config, mesh, spec, tp)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

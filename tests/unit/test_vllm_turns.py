@@ -129,8 +129,9 @@ def make(
     monkeypatch.setattr(vllm_rollout, "start_engine", start)
     monkeypatch.setattr(vllm_rollout, "DirectTransfer", moving(DirectTransfer))
     monkeypatch.setattr(vllm_rollout, "LoadTransfer", moving(LoadTransfer))
-    mesh: Any = SimpleNamespace(training_grid=TrainingGrid(dp=ep, ep=ep), tp=1, ep=ep, rank=0)
-    spec: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=100, moe=SimpleNamespace()))
+    group, grid = SimpleNamespace(size=lambda: 1), TrainingGrid(dp=ep, ep=ep)
+    mesh: Any = SimpleNamespace(training_grid=grid, tp=1, ep=ep, rank=0, world_group=group, device=torch.device("cpu"))
+    spec: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=100, moe=SimpleNamespace(num_experts=4)))
     config = RolloutConfig(engine="vllm", free_cache_engine=free_cache, quantization=quantization)
     return VLLMRolloutEngine(
         nn.Linear(1, 1), spec, mesh, config,

@@ -1,19 +1,29 @@
-"""The engine's memory in turns with training's: sleep, waking in two parts, and what it holds at each point."""
+"""The engine's memory in turns with training's: room for it, sleep, waking in two parts, what it holds."""
 
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import contextlib
 import gc
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megappo.engines.rollout import HeldBytes
+from megappo.errors import ConfigError
+from megappo.observe.memory import AbsentBytes
+from megappo.parallel.collectives import max_over
+from megappo.parallel.mesh import Mesh
+
+SHARE = "rollout.gpu_memory_utilization"
+MARGIN = 0.01
+"""Of a GPU's memory, left free by the share that is proposed: contexts and fragments differ from turn to turn."""
 
 
 class EngineMemory:
-    """The memory of a vLLM engine on this rank. `sleeps` is whether it gives it back between its turns.
+    """The memory of a vLLM engine on this rank. `sleeps` is whether it gives it back between its turns, `share` its
+    `rollout.gpu_memory_utilization`.
 
     On a CPU it does not: vLLM's sleep frees nothing there (0.32.0), so that it is not asked to.
 
@@ -22,15 +32,20 @@ class EngineMemory:
     the end of a turn is the engine's. What a sleep does not give back stays in all later numbers.
     """
 
-    def __init__(self, llm: Any, *, sleeps: bool, level: int, used_before_start: int) -> None:
+    def __init__(self, llm: Any, mesh: Mesh, *, share: float, sleeps: bool, level: int, used_before_start: int) -> None:
         self._llm = llm
+        self._mesh = mesh
+        self._share = share
+        self.absent = AbsentBytes()
         self._sleeps = sleeps and not runtime.on_cpu
         self._level = level
         if self._sleeps:
             # vLLM collects garbage in every sleep; what the engine is made of stays, and need not be looked through.
             gc.collect()
             gc.freeze()
+            before = occupied_bytes()
             self._llm.sleep(level=level)
+            self.absent.become(max(0, before - occupied_bytes()))
         self._now = cpu_bytes(llm) if runtime.on_cpu else used_bytes() - used_before_start
         self._others = 0
         self._held = HeldBytes(asleep=self._now, with_weights=self._now, awake=self._now)
@@ -41,20 +56,30 @@ class EngineMemory:
         return self._held
 
     def sleep(self) -> None:
-        if self._sleeps:
-            self._llm.sleep(level=self._level)
+        if not self._sleeps:
+            self._now = self._measured()
+            return
+        before = self._measured()
+        self._llm.sleep(level=self._level)
         self._now = self._measured()
+        self.absent.become(max(0, before - self._now))
 
     def wake_weights(self) -> None:
         self._begin_turn()
         asleep = self._now
         self._wake("weights")
         self._now = self._measured()
+        self.absent.become(max(0, self.absent.now - (self._now - asleep)))
         self._held = HeldBytes(asleep, self._now, self._now)
 
     def wake_cache(self) -> None:
+        """A collective call over the world. Raises ConfigError on all ranks, with the share that would do, where a rank
+        has no room for it."""
+        if self._sleeps:
+            self._require_room()
         self._wake("kv_cache")
         self._now = self._measured()
+        self.absent.become(0)
         self._held = HeldBytes(self._held.asleep, self._held.with_weights, self._now)
 
     @contextlib.contextmanager
@@ -66,8 +91,26 @@ class EngineMemory:
             self._others += self._measured() - before
 
     def _wake(self, part: str) -> None:
-        if self._sleeps:
-            self._llm.wake_up(tags=[part])
+        """Blocks that torch keeps of training's go back to the device first where the engine would not fit beside them:
+        giving them back takes time, and training has to get them again."""
+        if not self._sleeps:
+            return
+        if free_bytes() < self.absent.now:
+            torch.cuda.empty_cache()
+        self._llm.wake_up(tags=[part])
+
+    def _require_room(self) -> None:
+        if free_bytes() < self.absent.now:
+            torch.cuda.empty_cache()
+        free = free_bytes()
+        # vLLM's share is of all that it holds: what it has already, the cache, and what a forward pass takes.
+        own = (self.absent.now - free, self.absent.now, -fitting_share(free + self._now))
+        missing, needed, worst = worst_of_ranks(own, self._mesh)
+        if missing > 0:
+            raise ConfigError(
+                f"{SHARE}: {self._share:g}, but vLLM's cache of {gib(needed)} does not fit beside what training keeps: "
+                f"{gib(missing)} are missing; {way_out(-worst)}"
+            )
 
     def _begin_turn(self) -> None:
         """Everything on the device that is not the engine's at this moment is others', until the turn ends."""
@@ -80,10 +123,50 @@ class EngineMemory:
         return cpu_bytes(self._llm) if runtime.on_cpu else occupied_bytes() - self._others
 
 
+def require_share(share: float, mesh: Mesh) -> None:
+    """Before vLLM starts, which wants its whole `share` of the GPU to be free, of 0 to 1. A collective call over the
+    world. Raises ConfigError on all ranks, with a share that is, where one of them has less."""
+    if runtime.on_cpu:
+        return
+    free = free_bytes()
+    total = torch.cuda.mem_get_info()[1]
+    missing, worst = worst_of_ranks((share * total - free, -fitting_share(free)), mesh)
+    if missing > 0:
+        raise ConfigError(
+            f"{SHARE}: {share:g} of a GPU are {gib(share * total)}, of which {gib(missing)} are missing beside "
+            f"training's models; {way_out(-worst)}"
+        )
+
+
+def fitting_share(nbytes: float) -> float:
+    """The largest share of this rank's GPU, in hundredths, that is in `nbytes` with a margin."""
+    total = torch.cuda.mem_get_info()[1]
+    return math.floor(100 * (nbytes / total - MARGIN) + 1e-9) / 100
+
+
+def way_out(share: float) -> str:
+    less = "let training keep less in vLLM's turn (actor.offload, critic.offload and ref.offload, docs/memory.md)"
+    return f"set it to {share:g}, or {less}" if share > 0 else less
+
+
+def worst_of_ranks(values: tuple[float, ...], mesh: Mesh) -> list[float]:
+    """The largest of each over the world."""
+    return list(max_over(mesh.world_group, mesh.device)(torch.tensor(values, dtype=torch.float64)).tolist())
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
 def synchronize() -> None:
     """Waits for this rank's GPU, where there is one, so that a clock shows what it has done."""
     if not runtime.on_cpu:
         torch.cuda.synchronize()
+
+
+def free_bytes() -> int:
+    """Of this rank's GPU, for whoever takes them."""
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def used_bytes() -> int:

@@ -75,6 +75,19 @@ def check_engine(config: RolloutConfig, spec: ModelSpec, max_model_len: int) -> 
         )
 
 
+def check_experts(config: RolloutConfig, mesh: Mesh, spec: ModelSpec, tp: int) -> None:
+    """ConfigError where whole experts can't be spread evenly over the ranks of a replica, as plans have them: vLLM
+    gives some ranks one more, then (0.20.2, 0.32.0)."""
+    moe = spec.shape.moe
+    if moe is None or not uses_expert_parallel(config, mesh, spec) or moe.num_experts % tp == 0:
+        return
+    possible = ", ".join(str(size) for size in range(1, tp) if moe.num_experts % size == 0)
+    raise ConfigError(
+        f"rollout.enable_expert_parallel: {moe.num_experts} experts can't be spread evenly over the {tp} ranks of a "
+        f"replica; set it to false, or rollout.tensor_model_parallel_size to one of {possible}"
+    )
+
+
 def start_engine(
     config: RolloutConfig,
     spec: ModelSpec,

@@ -67,6 +67,8 @@ class Watched:
 class Wrong(Watched):
     """An engine that holds another tensor than the trainer, on `rank` alone, after its first `times` syncs."""
 
+    factor = -3.0
+
     def __init__(self, engine: RolloutEngine, diary: list[str], model: torch.nn.Module, times: int, rank: int) -> None:
         super().__init__(engine, diary)
         self.parameter = dict(model.named_parameters())[TENSOR]
@@ -90,7 +92,7 @@ class Wrong(Watched):
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         kept = self.parameter.detach().clone()
-        self.parameter.data.mul_(-3)
+        self.parameter.data.mul_(self.factor)
         try:
             yield
         finally:
@@ -102,6 +104,12 @@ class Named(Wrong):
 
     def worst_tensor(self) -> WorstTensor | None:
         return WorstTensor(0.25, TENSOR) if self.is_wrong else None
+
+
+class NoNumbers(Named):
+    """One whose logits are no numbers then."""
+
+    factor = float("nan")
 
 
 class Broken(Watched):
@@ -215,6 +223,8 @@ def run_layout(config_file: str, overrides: list[str], run_dir: Path) -> dict[st
         result["first only"] = wrong_switches(trainer, mesh, times=0, check_every=0, steps=4)
         result["wrong once"] = wrong_switches(trainer, mesh, times=1, check_every=2, steps=2)
         result["wrong always"] = wrong_switches(trainer, mesh, times=9, check_every=2, steps=2)
+        result["no numbers once"] = wrong_switches(trainer, mesh, times=1, check_every=2, steps=2, kind=NoNumbers)
+        result["no numbers"] = wrong_switches(trainer, mesh, times=9, check_every=2, steps=2, kind=NoNumbers)
         result["without a name"] = wrong_switches(trainer, mesh, times=9, check_every=2, steps=1, kind=Wrong)
     elif config.layout.tp == 2:
         result["broken once"] = broken_switches(trainer, mesh, times=1, is_moved=False)

@@ -89,7 +89,7 @@ class Turns:
         report = self.engine.sync_weights()
         completions = self.generate()
         worst = self.engine.worst_tensor()
-        used_awake = used_bytes()
+        used_awake, absent_awake = used_bytes(), self.engine.absent.now
         stale = self.differences(before) if before is not None else [0.0]
         differences = self.differences(completions)
         (owned,) = self.engine._llm.collective_rpc(lambda worker: self.owned_bytes(worker.get_model()))
@@ -105,6 +105,9 @@ class Turns:
             "graph copies": self.has_recorded_copies(),
             "used awake": used_awake,
             "used asleep": used_bytes(),
+            "absent awake": absent_awake,
+            "absent asleep": self.engine.absent.now,
+            "allocated asleep": 0 if runtime.on_cpu else torch.cuda.memory_allocated(),
             "completions": completions,
         }
 
