@@ -104,10 +104,11 @@ def _chunk(
         rotary_base=shape.rope_theta,
         vp_stage=number if mesh.vpp > 1 else None,
     )
-    add_variants(model, shape, RMSNorm, head)
     if shape.rope_scaling is not None:
-        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
+        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2). Before the table of
+        # local layers comes beside this one: it is not scaled.
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    add_variants(model, shape, RMSNorm, head)
     if head == "value" and is_last:
         model.output_layer = ValueHead(
             shape.hidden_size,
