@@ -10,6 +10,7 @@ _TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_
 _OF_WHOLE_PARAMETERS = (
     "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32", "use_precision_aware_optimizer"
 )  # fmt: skip
+_UNUSED_IF_CUT = ("use_distributed_optimizer", "align_param_gather", "bucket_size")
 
 
 def optim_problems(config: ExperimentConfig) -> list[Problem]:
@@ -35,6 +36,11 @@ def _cut_problems(optim: OptimConfig, name: str, role: str) -> Iterator[Problem]
             reason = f"is for whole parameters, and those of {role}.fsdp.enable are cut"
             remedy = f"leave it out, or set {role}.fsdp.enable to false"
             yield Problem(f"{name}.{setting}", typed(value), reason, remedy)
+    for setting in _UNUSED_IF_CUT:
+        value = getattr(optim, setting)
+        if value != OptimConfig.model_fields[setting].default:
+            reason = f"does nothing, for the parameters of {role}.fsdp.enable are cut"
+            yield Problem(f"{name}.{setting}", typed(value), reason, "leave it out", Severity.WARNING)
 
 
 def _overlap_problems(optim: OptimConfig, name: str, config: ExperimentConfig) -> Iterator[Problem]:

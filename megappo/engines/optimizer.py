@@ -127,6 +127,8 @@ class Optimizer:
         if not torch.isfinite(torch.tensor(norm)):
             raise NonFiniteGradient(f"the gradient norm is {norm}: no weight was changed")
         _, _, _ = self._optimizer.step()
+        # Of gradients in bfloat16 it has made float32 copies, which else wait for the next update (0.16.1, 0.19.2).
+        self._optimizer.zero_grad()
         self._schedule.step(1)
         return norm
 

@@ -26,7 +26,15 @@ from megappo.models.layers import RMSNorm
 from megappo.models.recompute import keep_gradient_path
 from megappo.models.router import Routing
 from megappo.models.routing import moe_layers
-from megappo.models.spec import ContextExchange, Dispatcher, Experts, Layers, block_spec, takes_te
+from megappo.models.spec import (
+    ContextExchange,
+    Dispatcher,
+    Experts,
+    Layers,
+    block_spec,
+    check_packed_exchange,
+    takes_te,
+)
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.variants import ACTIVATIONS, add_variants
 from megappo.models.weight_map import Head, padded_vocab_size
@@ -46,19 +54,22 @@ def build_model(
     dispatcher: Dispatcher = "alltoall",
     recompute: Recompute = NO_RECOMPUTE,
     cp_comm_type: ContextExchange = "all_gather",
+    is_packed: bool = False,
 ) -> StageModel:
     """This rank's shard of the model, on `mesh.device`, its weights undefined (a value head's are zero); with virtual
-    pipeline stages in as many chunks.
+    pipeline stages in as many chunks. `is_packed`: it will be given packed sequences.
 
     `model(tokens [b, s], position_ids [b, s], attention_mask=None)`, each of this rank's s / cp tokens, returns on the
     last stage their logits `[b, s, padded vocab / tp]` in `dtype`, or float32 values `[b, s, 1]`; on other stages
     hidden states, whose input comes through `set_input_tensor`. A value model is untied. Raises ConfigError where the
-    layout does not divide the model, or `layers` is missing here.
+    layout does not divide the model, `layers` is missing here, or can't exchange packed sequences.
     """
     shape = spec.shape
     check_layout(shape, _layout(mesh))
     if mesh.cp > 1 and cp_comm_type == "a2a":
         check_exchanged_heads(shape, mesh.tp * mesh.cp)
+    if mesh.cp > 1 and is_packed:
+        check_packed_exchange(layers, shape, cp_comm_type, dtype=dtype)
     check_recompute(shape, recompute, has_fused_norms=takes_te(layers, shape, dtype))
     config = transformer_config(shape, mesh, dtype, dispatcher, recompute, cp_comm_type)
     stages = mesh.stage_layers(shape.num_layers)
@@ -104,10 +115,11 @@ def _chunk(
         rotary_base=shape.rope_theta,
         vp_stage=number if mesh.vpp > 1 else None,
     )
-    add_variants(model, shape, RMSNorm, head)
     if shape.rope_scaling is not None:
-        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2).
+        # Megatron's own llama3 scaling has fixed ramp bounds and original length (0.16.1, 0.19.2). Before the table of
+        # local layers comes beside this one: it is not scaled.
         model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
+    add_variants(model, shape, RMSNorm, head)
     if head == "value" and is_last:
         model.output_layer = ValueHead(
             shape.hidden_size,

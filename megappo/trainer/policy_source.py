@@ -97,6 +97,7 @@ class PolicySource:
         layers: Layers = "auto",
         experts: Experts = "grouped",
         cp_comm_type: ContextExchange = "all_gather",
+        is_packed: bool = False,
         adapters_alone: bool = False,
     ) -> tuple[StageModel, ModelSpec]:
         """Like `load`, with the head that the source has, or `head`. `adapters_alone`: the weights under adapters are
@@ -106,8 +107,9 @@ class PolicySource:
         lora = read_state(self.checkpoint).get("lora", {}).get(self.role) if self.checkpoint is not None else None
         layers = layers if lora is None else "torch"
         model = build_model(
-            spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts, cp_comm_type=cp_comm_type
-        )
+            spec, mesh, dtype=dtype or self.dtype, layers=layers, head=head, experts=experts, cp_comm_type=cp_comm_type,
+            is_packed=is_packed,
+        )  # fmt: skip
         if self.checkpoint is None:
             import_hf(model, spec, mesh)
             return model.requires_grad_(False), spec

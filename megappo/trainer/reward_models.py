@@ -58,7 +58,7 @@ def _reward_model(config: ExperimentConfig, part: RewardPartConfig, where: str, 
     settings = config.model
     model, spec = source.load_any(
         mesh, DTYPES[settings.dtype], head="value", layers=settings.layers, experts=settings.experts,
-        cp_comm_type=settings.cp_comm_type,
+        cp_comm_type=settings.cp_comm_type, is_packed=settings.use_remove_padding,
     )  # fmt: skip
     return RewardModel(
         part=part.name,
@@ -83,7 +83,7 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
             raise DataError(f"{where}.{setting}: {path} is a reward model's checkpoint; give the one of a policy")
         model, spec = source.load_any(
             mesh, DTYPES[config.model.dtype], head="lm", layers=config.model.layers, experts=config.model.experts,
-            cp_comm_type=config.model.cp_comm_type,
+            cp_comm_type=config.model.cp_comm_type, is_packed=config.model.use_remove_padding,
         )  # fmt: skip
         if spec.shape.vocab_size != vocab_size:
             raise DataError(

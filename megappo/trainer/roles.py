@@ -27,7 +27,6 @@ from megappo.models.import_adapter import import_adapter
 from megappo.models.import_hf import import_hf
 from megappo.models.router import Capacity
 from megappo.models.sharded import Shards
-from megappo.models.spec import check_packed_exchange
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.frozen_weights import FrozenWeights
@@ -120,12 +119,10 @@ class RoleBuilder:
         spec = read_model(Path(path))
         has_lora = lora is not None and lora.is_used
         settings = self.config.model
-        if self.mesh.cp > 1 and settings.use_remove_padding and not has_lora:
-            check_packed_exchange(settings.layers, spec.shape, settings.cp_comm_type, dtype=DTYPES[settings.dtype])
         model = build_model(
             spec, self.mesh, dtype=DTYPES[settings.dtype], layers="torch" if has_lora else settings.layers, head=head,
             experts=settings.experts, dispatcher=settings.moe.dispatcher, recompute=recompute,
-            cp_comm_type=settings.cp_comm_type,
+            cp_comm_type=settings.cp_comm_type, is_packed=settings.use_remove_padding,
         )  # fmt: skip
         import_hf(model, spec, self.mesh)
         if settings.moe.capacity_factor is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.model_cases import YARN
+from tests.support.model_cases import YARN, scaled_gemma3
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import VARIED_SETTINGS, FamilyName, tiny_model
 
@@ -19,7 +19,8 @@ NEW_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder a model, with its prompts. `odd`: one KV head, tied, biased, and a vocabulary that needs padding."""
+    """One folder a model, with its prompts. `odd`: one KV head, tied, biased, and a vocabulary that needs padding.
+    Gemma 3 has one KV head, and a scaled RoPE in its full layers."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model(folder / "llama", "llama", tied=True)
     tiny_model(folder / "qwen2", "qwen2", seed=1)
@@ -31,8 +32,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "deepseek_v2", "deepseek_v2", seed=20, q_lora_rank=None, topk_method="group_limited_greedy")
     tiny_model(folder / "deepseek_v3", "deepseek_v3", seed=21, rope_parameters=YARN)
     for number, family in enumerate(VARIED, start=7):
-        num_kv_heads = 1 if family == "gemma3_text" else 2
-        tiny_model(folder / family, family, seed=number, num_kv_heads=num_kv_heads, **VARIED_SETTINGS[family])
+        num_kv_heads, settings = (1, scaled_gemma3()) if family == "gemma3_text" else (2, VARIED_SETTINGS[family])
+        tiny_model(folder / family, family, seed=number, num_kv_heads=num_kv_heads, **settings)
     generator = torch.Generator().manual_seed(0)
     for name in MODELS:
         lengths = torch.randint(1, 30, (NUM_PROMPTS,), generator=generator).tolist()

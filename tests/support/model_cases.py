@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ YARN = {
 }  # fmt: skip
 
 LANGUAGE_MODELS = (
-    *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1",
+    *FAMILY_NAMES, *VARIED_SETTINGS, "llama_kv1_rope", "qwen2_vocab_131", "qwen3_kv1", "phi3_kv1", "gemma3_kv1_rope",
 )  # fmt: skip
 """Cases with logits, float32; the last five have one KV head, or a vocabulary that no TP size divides."""
 MOE_MODELS = ("qwen3_moe", "qwen2_moe", "qwen3_moe_dense_layer", "mixtral", "deepseek_v2", "deepseek_v3")
@@ -32,6 +33,12 @@ MOE_VALUE_MODEL = "qwen3_moe_value"
 VALUE_MODEL = "llama_value"
 VARIED_VALUE_MODEL = "gemma3_value"
 BF16_MODEL = "qwen2_bf16"
+
+
+def scaled_gemma3() -> dict[str, Any]:
+    """Settings of a Gemma 3 with Llama 3's scaling, which Hugging Face's model has in the RoPE of full layers alone."""
+    settings = VARIED_SETTINGS["gemma3_text"]
+    return settings | {"rope_parameters": settings["rope_parameters"] | {"full_attention": LLAMA3_ROPE}}
 
 
 def make_models(root: Path) -> None:
@@ -56,8 +63,8 @@ def make_models(root: Path) -> None:
         "phi3_kv1": lambda folder: tiny_model(
             folder, "phi3", num_kv_heads=1, vocab_size=131, rope_parameters=HALF_ROPE
         ),
-        "gemma3_kv1": lambda folder: tiny_model(
-            folder, "gemma3_text", **VARIED_SETTINGS["gemma3_text"] | {"tied": False}, num_kv_heads=1, vocab_size=131
+        "gemma3_kv1_rope": lambda folder: tiny_model(
+            folder, "gemma3_text", **scaled_gemma3() | {"tied": False}, num_kv_heads=1, vocab_size=131
         ),
         VARIED_VALUE_MODEL: lambda folder: tiny_model(
             folder, "gemma3_text", value_head=True, **VARIED_SETTINGS["gemma3_text"]

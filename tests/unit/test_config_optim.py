@@ -7,6 +7,7 @@ import pytest
 
 from megappo.config.checks import check_experiment
 from megappo.config.load import load_experiment
+from megappo.config.problem import Severity
 from megappo.errors import ConfigError
 from tests.support.experiments import write_experiment
 
@@ -31,6 +32,9 @@ def found(folder: Path, overrides: str) -> list[str]:
         ("actor.optim.bucket_size=1000", "actor.optim.bucket_size: 1000: does nothing, for without overlap_grad_reduce all gradients are one bucket; set that to true, or leave this out"),
         (f"{REDUCE} actor.fsdp.enable=true", "actor.optim.overlap_grad_reduce: true: is for whole parameters, and those of actor.fsdp.enable are cut; leave it out, or set actor.fsdp.enable to false"),
         ("actor.optim.grad_reduce_in_fp32=false actor.fsdp.enable=true", "actor.optim.grad_reduce_in_fp32: false: is for whole parameters, and those of actor.fsdp.enable are cut; leave it out, or set actor.fsdp.enable to false"),
+        ("actor.optim.bucket_size=1000 actor.fsdp.enable=true", "actor.optim.bucket_size: 1000: does nothing, for the parameters of actor.fsdp.enable are cut; leave it out"),
+        ("actor.optim.align_param_gather=true actor.fsdp.enable=true", "actor.optim.align_param_gather: true: does nothing, for the parameters of actor.fsdp.enable are cut; leave it out"),
+        ("critic.optim.use_distributed_optimizer=false critic.fsdp.enable=true", "critic.optim.use_distributed_optimizer: false: does nothing, for the parameters of critic.fsdp.enable are cut; leave it out"),
         ("actor.optim.exp_avg_dtype=bfloat16", "actor.optim.exp_avg_dtype: bfloat16: without use_precision_aware_optimizer it is float32; set that to true, or leave this out"),
         (f"{AWARE} {BF16} actor.optim.use_distributed_optimizer=false", "actor.optim.use_precision_aware_optimizer: true: Megatron has it in its distributed optimizer, and actor.optim.use_distributed_optimizer is false; set that to true, or this to false"),
         (AWARE, "actor.optim.use_precision_aware_optimizer: true: the optimizer's own types stand beside bfloat16 parameters, and model.dtype is float32; set model.dtype to bfloat16, or this to false"),
@@ -57,6 +61,12 @@ def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
     assert found(tmp_path, overrides) == []
+
+
+def test_what_does_nothing_for_cut_parameters_is_a_warning(tmp_path: Path) -> None:
+    overrides = ["actor.optim.bucket_size=1000", "actor.optim.align_param_gather=true", "actor.fsdp.enable=true"]
+    problems = check_experiment(load_experiment(write_experiment(tmp_path), overrides))
+    assert [problem.severity for problem in problems] == [Severity.WARNING] * 2
 
 
 @pytest.mark.parametrize("overrides", ["actor.optim.main_params_dtype=bfloat16", "actor.optim.exp_avg_dtype=float8"])

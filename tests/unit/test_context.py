@@ -12,6 +12,8 @@ from torch import Tensor
 from megappo.config.checks import check_experiment
 from megappo.config.layout import LayoutConfig
 from megappo.config.load import load_experiment
+from megappo.config.pipeline import EVEN
+from megappo.config.reward import RewardConfig
 from megappo.engines.routing import LocalTokens
 from megappo.errors import ConfigError
 from megappo.experience.batch import ExperienceBatch
@@ -19,10 +21,13 @@ from megappo.experience.context import ContextCut, natural_order, zigzag_places
 from megappo.experience.cut import TokenParts, cut_by_tokens
 from megappo.experience.micro import micro_batches
 from megappo.experience.packed import PackedMicroBatch, packed_micro_batches
-from megappo.models import context, spec
+from megappo.models import build, context, spec
 from megappo.models.architecture import check_exchanged_heads
+from megappo.trainer.reward_models import build_reward_worker
+from megappo.trainer.roles import RoleBuilder
 from tests.support.attention import ALONE, core_attention, packing_of
 from tests.support.experiments import write_experiment
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -222,3 +227,57 @@ def test_transformer_engine_gathers_no_packed_sequences(monkeypatch: pytest.Monk
     check_exchanged_heads(shape, 2)
     with pytest.raises(ConfigError, match="4 attention heads and 2 KV heads; set it to all_gather"):
         check_exchanged_heads(shape, 4)
+
+
+class Built(Exception):
+    """A model passed all that is checked before it is built."""
+
+
+def never_built(*_: Any) -> None:
+    raise Built
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of a policy and of a reward model."""
+    folder = tmp_path_factory.mktemp("models")
+    policy, scorer = tiny_model(folder / "policy", "qwen2"), tiny_model(folder / "scorer", "qwen2", value_head=True)
+    return tiny_tokenizer(policy), tiny_tokenizer(scorer)
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "model", "implicit"])
+@pytest.mark.parametrize(
+    ("overrides", "raised"),
+    [
+        ("", "takes no packed sequences"),
+        ("model.cp_comm_type=a2a", None),
+        ("model.layers=torch", None),
+        ("model.use_remove_padding=false", None),
+        ("layout.cp=1", None),
+    ],
+)
+def test_every_kind_of_model_is_refused_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    folders: tuple[Path, Path],
+    role: str,
+    overrides: str,
+    raised: str | None,
+) -> None:
+    """Of roles and of models that reward; Transformer Engine and the ranks of the layout are stand-ins."""
+    monkeypatch.setattr(spec.runtime, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(build, "transformer_config", never_built)
+    settings = ["model.dtype=bfloat16", "model.use_remove_padding=true", "layout.cp=2", *overrides.split()]
+    policy, scorer = map(str, folders)
+    config = load_experiment(write_experiment(tmp_path), [f"model.path={policy}", *settings])
+    mesh: Any = SimpleNamespace(
+        tp=1, pp=1, vpp=1, cp=config.layout.cp, ep=1, etp=1, sequence_parallel=False, split=EVEN
+    )  # fmt: skip
+    with pytest.raises(ConfigError if raised else Built, match=raised):
+        if role == "actor":
+            RoleBuilder(config, mesh).actor(1)
+        elif role == "ref":
+            RoleBuilder(config, mesh).reference(SimpleNamespace())  # type: ignore[arg-type]  # not looked at
+        else:
+            part = {"name": "judge", "kind": role} | ({"path": scorer} if role == "model" else {"policy": policy})
+            build_reward_worker(config, RewardConfig.model_validate({"parts": [part]}), mesh)

@@ -1,6 +1,7 @@
 """Reading config.json: shapes that the model cards give, and settings that are refused instead of computed wrongly."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,11 @@ def test_gemma_reads_caps_scales_and_two_ropes() -> None:
     before = FAMILIES["gemma3_text"].shape(LLAMA | {"rope_theta": 1e6, "rope_local_base_freq": 10000})
     nested = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}}
     assert before == FAMILIES["gemma3_text"].shape(LLAMA | {"rope_parameters": nested})
+    # Both ways scaling is of full layers alone.
+    scaled = FAMILIES["gemma3_text"].shape(LLAMA | {"rope_local_base_freq": 10000, "rope_scaling": LLAMA3_ROPE})
+    nested["full_attention"] |= LLAMA3_ROPE
+    assert scaled == FAMILIES["gemma3_text"].shape(LLAMA | {"rope_parameters": nested})
+    assert scaled == replace(before, rope_scaling=Llama3RopeScaling(32.0, 1.0, 4.0, 8192))
     assert (before.rope_theta, before.local_rope_theta, before.logit_softcap, before.head_dim) == (1e6, 1e4, None, 256)
     assert before.qk_norm and before.zero_centered_norms and before.residual_norms and before.tied
     assert before.embedding_scale == 2048**0.5 and before.activation == "gelu_tanh"

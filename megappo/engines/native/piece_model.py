@@ -65,13 +65,13 @@ def build_piece_model(
     )
     model.embedding.word_embeddings = VocabularyPieces()
     model.output_layer = OutputPieces()
+    if shape.rope_scaling is not None:  # of the other layers' table alone, where local ones have their own
+        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     add_variants(model, shape, NormPieces, "lm")
     if shape.moe is not None:
         routing = model.expert_routing = Routing(shape.moe, moe_layers(shape.moe, shape.num_layers))
         for place, number in enumerate(routing.layers):
             model.decoder.layers[number].mlp = ExpertsPieces(shape.moe, place, routing)
-    if shape.rope_scaling is not None:
-        model.rotary_pos_emb.inv_freq = llama3_frequencies(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     for name, module in model.named_modules():
         if isinstance(module, PieceAttention):
             module.ranks = ranks
