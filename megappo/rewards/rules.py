@@ -10,7 +10,8 @@ from megappo.experience.sample import RolloutSample
 
 _NUMBER = re.compile(
     r"""
-    (?P<sign> (?<![\w)\]]) [-−] \s? )?            # a minus, but not the one of 10-3
+    (?P<sign> (?<![\w)\]]) [-−]                  # a minus, but not the one of 10-3,
+            | (?: (?<=[=:\#]) | (?<=[=:\#][ \t]) ) [-−][ ] )?   # nor of 10 - 3, nor the bullet of a list
     (?: \\?\$ \s? (?P<inner> [-−] )? )?           # $5, \$5, -$5, $-5
     (?P<digits> [0-9]{1,3} (?:,[0-9]{3})+ (?![0-9]) (?:\.[0-9]+)?   # 1,234.5
               | [0-9]+ (?:\.[0-9]+)?                                # 1234.5
@@ -72,7 +73,7 @@ def math_verify(sample: RolloutSample) -> float:
 def final_number(text: str) -> Decimal | None:
     """The number that a text gives as its answer, by the rule of `gsm8k`; None where it has none."""
     for answer in reversed(text.split(FINAL_ANSWER)[1:]):
-        first = _NUMBER.search(answer)
+        first = _NUMBER.search(FINAL_ANSWER + answer)  # a minus may stand apart after it
         if first:
             return _value(first)
     numbers = list(_NUMBER.finditer(text))

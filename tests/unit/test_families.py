@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megappo.config.layout import LayoutConfig
 from megappo.errors import ConfigError, DataError
@@ -62,6 +63,16 @@ def test_defaults_of_the_configuration_classes() -> None:
         ("gemma2", {"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 16 layers"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear' is not supported"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3_ROPE},
+            "are both there and differ",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}, "rope_scaling": LLAMA3_ROPE},
+            "are both there and differ",
+        ),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": LLAMA3_ROPE}}, "of sliding layers is not supported"),
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 16}, "16 layers, chunked_attention; supported"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
@@ -253,3 +264,20 @@ def test_layouts_that_do_not_divide_the_model() -> None:
         check_layout(smol, LayoutConfig(tp=2))
     with pytest.raises(ConfigError, match=r"layout\.pp: 4 .* possible: 1, 2, 3, 5, 6, 10, 15, 30$"):
         check_layout(smol, LayoutConfig(pp=4))
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3_ROPE, {"type": "default"}])
+def test_scaling_that_is_written_twice_alike_is_read(scaling: dict[str, Any]) -> None:
+    """Old files call the kind `type`."""
+    parameters = {key: value for key, value in scaling.items() if key != "type"} | {"rope_theta": 5e5}
+    twice = FAMILIES["llama"].shape(LLAMA | {"rope_parameters": parameters, "rope_scaling": scaling})
+    assert twice == FAMILIES["llama"].shape(LLAMA | {"rope_parameters": parameters})
+
+
+def test_theta_where_config_json_names_none_is_hugging_faces() -> None:
+    keys = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for name, made in (("mixtral", transformers.MixtralConfig), ("llama", transformers.LlamaConfig)):
+        theta = made(**LLAMA | keys).rope_parameters["rope_theta"]
+        assert FAMILIES[name].shape(LLAMA | keys).rope_theta == theta
+    assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_theta": 5e5}).rope_theta == 5e5
+    assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_parameters": {"rope_theta": 7e5}}).rope_theta == 7e5

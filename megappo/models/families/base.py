@@ -186,12 +186,30 @@ def refuse_unless(config: HFConfig, key: str, supported: Any) -> None:
         )
 
 
+def rope_kind(rope: HFConfig) -> str:
+    """The kind of scaling in `rope_parameters` or `rope_scaling`."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+def rope_keys(config: HFConfig) -> HFConfig:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before). ConfigError where both are there and differ: which
+    of them counts, and whether theta does, depends on the reader (transformers 5.19 takes `rope_scaling`, alone)."""
+    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    told = {key: value for key, value in scaling.items() if key not in ("type", "rope_type")}
+    same = rope_kind(parameters) == rope_kind(scaling) and all(parameters.get(key) == told[key] for key in told)
+    if parameters and scaling and not same:
+        raise ConfigError(
+            "config.json: rope_parameters and rope_scaling are both there and differ; move what rope_scaling has into "
+            "rope_parameters, beside rope_theta, and take it out"
+        )
+    return parameters or scaling
+
+
 def read_rope(config: HFConfig) -> tuple[float, Llama3RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    parameters = config.get("rope_parameters") or {}
-    scaling = parameters or config.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    """(theta, scaling) from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    scaling = rope_keys(config)
+    theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = rope_kind(scaling)
     if kind == "default":
         return float(theta), None
     if kind != "llama3":

@@ -16,6 +16,8 @@ from megappo.models.families.base import (
     YarnRopeScaling,
     refuse_unless,
     required,
+    rope_keys,
+    rope_kind,
 )
 from megappo.models.families.decoder import LayerPart, decoder_weight_map, dense_mlp, whole
 from megappo.models.families.experts import routed_experts, shared_expert
@@ -121,8 +123,8 @@ def _experts(config: HFConfig) -> MoeShape:
 
 
 def _yarn(config: HFConfig) -> YarnRopeScaling | None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rope = rope_keys(config)
+    kind = rope_kind(rope)
     if kind == "default":
         return None
     if kind != "yarn":

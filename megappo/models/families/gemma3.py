@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megappo.errors import ConfigError
-from megappo.models.families.base import HFConfig, ModelShape, read_rope, refuse_unless
+from megappo.models.families.base import HFConfig, ModelShape, read_rope, refuse_unless, rope_keys
 from megappo.models.families.decoder import decoder_weight_map
 from megappo.models.families.gemma2 import GEMMA_NORMS, gemma_shape, sliding_layers
 from megappo.models.weight_map import Head, WeightMap
@@ -14,9 +14,9 @@ def _ropes(config: HFConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """RoPE of full and of sliding layers as two configurations, from transformers 5's nested parameters or from the
     keys before it, of which `rope_scaling` is for full layers alone."""
     nested = config.get("rope_parameters") or {}
-    full = {"rope_theta": config.get("rope_theta") or 1_000_000.0} | (config.get("rope_scaling") or {})
+    full = {"rope_theta": config.get("rope_theta") or 1_000_000.0}
     local = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0}
-    full |= nested.get("full_attention") or {}
+    full |= rope_keys({**config, "rope_parameters": nested.get("full_attention")})
     local |= nested.get("sliding_attention") or {}
     return {"rope_parameters": full}, {"rope_parameters": local}
 

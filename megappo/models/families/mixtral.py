@@ -7,6 +7,7 @@ from megappo.models.families.decoder import LayerPart, decoder_weight_map
 from megappo.models.families.experts import ExpertNames, read_experts, routed_experts
 from megappo.models.weight_map import Head, WeightMap
 
+THETA = 1_000_000.0
 NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
@@ -19,6 +20,8 @@ class Mixtral:
 
     def shape(self, config: HFConfig) -> ModelShape:
         refuse_unless(config, "sliding_window", None)
+        # Where config.json names no theta, Hugging Face's Mixtral has another one than its other families.
+        config = {**config, "rope_theta": config.get("rope_theta") or THETA}
         shape = read_shape(config, qkv_bias=False, qk_norm=False, default_tied=False)
         return replace(shape, moe=read_experts(config, norm_topk_prob=True, ffn_key="intermediate_size"))
 
