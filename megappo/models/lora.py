@@ -106,8 +106,8 @@ class LinearAdapter(Adapter):
         with torch.no_grad():
             weight = self._sum(linear)
         ratio = self._ratio(weight)
-        # So written, a ratio of 1 leaves the output as it is to the bit.
-        return plain + (ratio - 1) * product + ratio * added, bias
+        # So written, a ratio of 1 leaves the output as it is to the bit; what is near 1 is subtracted before rounding.
+        return plain + ((ratio - 1).to(plain.dtype) * product + ratio.to(plain.dtype) * added), bias
 
     def merged(self, linear: nn.Module) -> Tensor:
         """This rank's shard of the weight with ΔW in it, a new tensor. All TP ranks call it."""
@@ -185,11 +185,14 @@ class LinearAdapter(Adapter):
         return result
 
     def _ratio(self, weight: Tensor) -> Tensor:
-        """[rows / tp] DoRA's factors of the rows of `weight`, W + ΔW, with a gradient to the magnitude alone."""
+        """[rows / tp] DoRA's factors of the rows of `weight`, W + ΔW, in its type; gradients go to the magnitude alone.
+
+        The lengths are rounded as the magnitude is, as in PEFT (0.21): a new adapter's factors are 1 in bfloat16 too.
+        """
         magnitude = torch.cat(list(self.magnitude.values()))
         # A length of 1 where there is no adapter: a row of zeros would make the gradient not a number.
         lengths = self._lengths(weight).masked_fill(~self._has_adapter, 1).to(magnitude.dtype)
-        return torch.where(self._has_adapter, magnitude / lengths, 1)
+        return torch.where(self._has_adapter, magnitude.to(weight.dtype) / lengths, 1)
 
     def _sum(self, linear: nn.Module) -> Tensor:
         """This rank's shard of W + ΔW in float32 (float64 for weights of that type)."""

@@ -61,12 +61,14 @@ def main() -> None:
         with adapters_off(model):
             base = forward(model, tokens)
         result["equal_at_start"] = torch.equal(base, forward(model, tokens))
+        result["merged_is_base_at_start"] = merged_is_base(model, spec)
         fill_adapters(model, spec, mesh)
         disturb_other_rows(model)
         result["change"] = float((forward(model, tokens) - base).abs().max())
         with adapters_off(model):
             result["equal_when_off"] = torch.equal(base, forward(model, tokens))
-        result["merged_difference"] = merged_difference(model, spec, tokens)
+        difference = merged_difference(model, spec, tokens)
+        result["merged_difference"], result["merged_mean"] = float(difference.max()), float(difference.mean())
         result["recomputed_equal"] = recomputed_equal(trainer.actor.engine.optimizer, tokens)
         others = [float(tensor.main_grad.masked_fill(mask, 0).abs().max()) for tensor, mask in row_masks(model)]
         result["other_gradient"] = max(others, default=0.0)  # experts' adapters have rows of their own alone
@@ -119,8 +121,15 @@ def disturb_other_rows(model: GPTModel) -> None:
         parameter.masked_fill_(~mask, 3.0)
 
 
-def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
-    """Largest difference of log-probs between adapters beside the weights and merged into them, in a copy."""
+def merged_is_base(model: GPTModel, spec: Any) -> bool:
+    """Whether merging changes no bit."""
+    merge = Merge(model)
+    items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
+    return len(items) > 0 and all(torch.equal(merge(item), item.tensor) for item in items)
+
+
+def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> Tensor:
+    """How far each log-prob of adapters beside the weights is from that of weights with them merged in, in a copy."""
     unmerged = forward(model, tokens)
     merge = Merge(model)
     items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
@@ -129,7 +138,7 @@ def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
     for item, weight in zip(items, merged, strict=True):
         item.tensor.data.copy_(weight)
     with adapters_off(model):
-        difference = float((forward(model, tokens) - unmerged).abs().max())
+        difference = (forward(model, tokens) - unmerged).abs()
     for item, weight in zip(items, kept, strict=True):
         item.tensor.data.copy_(weight)
     return difference
