@@ -39,10 +39,13 @@ def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> lis
             problems.append(Problem(f"{path}.dropout", typed(lora.dropout), reason, f"set it to 0, {remedy}"))
     if lora.adapter_path is not None:
         problems += adapter_problems(path, lora, lora.adapter_path)
-        if path == "model.lora" and config.needs_reference and config.ref.path is None:
+        if path == "model.lora" and config.has_reference and config.ref.path is None:
             reason = "the reference is the model without adapters, and the run does not begin with it"
+            if config.trainer.kind == "dpo":
+                reason += ": the first loss is not that of equal policies"
             remedy = (
-                "set ref.path to the merged model (megappo convert --merged) where the reference is to be the start"
+                "set ref.path to the merged model (megappo convert --merged, or PEFT's merge_and_unload) where the "
+                "reference is to be the start"
             )
             problems.append(Problem(f"{path}.adapter_path", typed(lora.adapter_path), reason, remedy, Severity.WARNING))
     return problems

@@ -12,7 +12,7 @@ from megappo.config.checks import check_experiment
 from megappo.config.checks_adapter import adapter_problems
 from megappo.config.load import load_experiment
 from megappo.config.lora import LoraConfig
-from megappo.config.problem import Severity
+from megappo.config.problem import Problem, Severity
 from megappo.errors import ConfigError
 from megappo.models.adapter_map import (
     AdapterTarget,
@@ -188,12 +188,19 @@ def test_our_own_patterns_of_experts_are_accepted(tmp_path: Path) -> None:
     assert adapter_problems("model.lora", lora, str(tmp_path)) == []
 
 
-def test_a_reference_that_is_not_the_start_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_reference", ["actor.use_kl_loss=true", "trainer.kind=dpo"])
+def test_a_reference_that_is_not_the_start_is_told(tmp_path: Path, with_reference: str) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 16}')
-    words = ["model.lora.rank=4", f"model.lora.adapter_path={tmp_path}", "actor.use_kl_loss=true"]
-    problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
-    (problem,) = (problem for problem in problems if problem.path == "model.lora.adapter_path")
+
+    def told(*words: str) -> list[Problem]:
+        words = ("model.lora.rank=4", f"model.lora.adapter_path={tmp_path}", *words)
+        problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
+        return [problem for problem in problems if problem.path == "model.lora.adapter_path"]
+
+    (problem,) = told(with_reference)
     assert problem.severity is Severity.WARNING and "the reference is the model without adapters" in problem.reason
+    assert problem.remedy.startswith("set ref.path to the merged model")
+    assert told(with_reference, f"ref.path={tmp_path}/model") == told() == []
 
 
 @pytest.mark.parametrize(("setting", "way_out"), [("type=dora", "set it to lora"), ("dropout=0.1", "set it to 0")])
