@@ -45,6 +45,11 @@ class ExperimentConfig(Section):
         return self.trainer.kind == "dpo" or (self.trainer.kind == "ppo" and self.needs_reference)
 
     @property
+    def reference_is_actor(self) -> bool:
+        """Whether the reference is the actor with its adapters off, not a model of its own."""
+        return self.model.lora.is_used and self.ref.path is None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a critic is built: the advantage estimator reads values."""
         return self.algorithm.needs_critic
