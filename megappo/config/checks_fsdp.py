@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from megappo.config.checks_memory import missing_role
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.fsdp import RefFsdpConfig
+from megappo.config.lora import LoraConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
 from megappo.config.offload import RefOffloadConfig
 from megappo.config.problem import Problem, Severity, typed
@@ -13,8 +15,8 @@ def fsdp_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     """Every error and warning about `….fsdp`; `dp` is the data-parallel size where it is known."""
     roles = list(_roles(config))
     problems = [problem for role in roles for problem in _unused_problems(*role)]
-    for name, fsdp, offload, folder, is_built in roles:
-        if fsdp.enable and is_built:
+    for name, fsdp, offload, folder, missing in roles:
+        if fsdp.enable and missing is None:
             problems += _role_problems(config, f"{name}.fsdp.enable", name, offload)
             problems += _size_problems(f"{name}.fsdp.enable", folder, dp)
     if config.actor.fsdp.enable:
@@ -22,24 +24,22 @@ def fsdp_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
     return problems
 
 
-Role = tuple[str, RefFsdpConfig, RefOffloadConfig, str, bool]
+Role = tuple[str, RefFsdpConfig, RefOffloadConfig, str, str | None]
 
 
 def _roles(config: ExperimentConfig) -> Iterator[Role]:
-    """Name, settings, model folder of each role, and whether the run has it."""
-    kind = config.trainer.kind
+    """Name, settings, model folder of each role, and why the run has no such model; None where it has."""
     path = config.model.path
-    has_critic = kind == "ppo" and config.needs_critic
-    has_ref = kind == "dpo" or (kind == "ppo" and config.needs_reference)
-    yield "actor", config.actor.fsdp, config.actor.offload, path, True
-    yield "critic", config.critic.fsdp, config.critic.offload, config.critic.path or path, has_critic
-    yield "ref", config.ref.fsdp, config.ref.offload, config.ref.path or path, has_ref
+    yield "actor", config.actor.fsdp, config.actor.offload, path, None
+    critic, ref = config.critic, config.ref
+    yield "critic", critic.fsdp, critic.offload, critic.path or path, missing_role(config, "critic")
+    yield "ref", ref.fsdp, ref.offload, ref.path or path, missing_role(config, "ref")
 
 
-def _unused_problems(name: str, fsdp: RefFsdpConfig, _: object, __: str, is_built: bool) -> list[Problem]:
+def _unused_problems(name: str, fsdp: RefFsdpConfig, _: object, __: str, missing: str | None) -> list[Problem]:
     changed = sorted(fsdp.model_fields_set - {"enable"})
-    if fsdp.enable and not is_built:
-        reason = f"does nothing, for this run has no {'reference' if name == 'ref' else name}"
+    if fsdp.enable and missing is not None:
+        reason = f"does nothing, for {missing}"
         return [Problem(f"{name}.fsdp.enable", "true", reason, "leave it out", Severity.WARNING)]
     if not fsdp.enable and changed:
         key = f"{name}.fsdp.{changed[0]}"
@@ -58,10 +58,9 @@ def _role_problems(config: ExperimentConfig, path: str, name: str, offload: RefO
     if config.layout.cp > 1:
         reason = f"parameters are cut over data-parallel ranks alone, and layout.cp is {config.layout.cp}"
         problems.append(Problem(path, "true", reason, f"set layout.cp to 1, or {other}"))
-    lora = config.critic.lora if name == "critic" else config.model.lora
-    if lora.is_used:
-        setting = "critic.lora.rank" if name == "critic" else "model.lora.rank"
-        reason = f"frozen weights with adapters are not cut, and {setting} is {lora.rank}"
+    setting, lora = _adapters(config, name)
+    if lora is not None and lora.is_used:
+        reason = f"frozen weights with adapters are not cut, and {setting}.rank is {lora.rank}"
         remedy = "adapters need no gradients and moments of the rest: leave it out, or set the rank to 0"
         problems.append(Problem(path, "true", reason, remedy))
     moved = [kind for kind, is_set in offload.model_dump().items() if is_set]
@@ -69,6 +68,13 @@ def _role_problems(config: ExperimentConfig, path: str, name: str, offload: RefO
         reason = f"what is cut stays on the device, and {name}.offload.{moved[0]} is true"
         problems.append(Problem(path, "true", reason, f"leave one of them out; without cutting, {other}"))
     return problems
+
+
+def _adapters(config: ExperimentConfig, name: str) -> tuple[str, LoraConfig | None]:
+    """The section of the role's adapters; a reference's model has none."""
+    if name == "ref":
+        return "", None
+    return ("critic.lora", config.critic.lora) if name == "critic" else ("model.lora", config.model.lora)
 
 
 def _size_problems(path: str, folder: str, dp: int | None) -> list[Problem]:

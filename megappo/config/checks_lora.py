@@ -1,12 +1,9 @@
 """Rules about low-rank adapters."""
 
-import json
-from pathlib import Path
-from typing import Any
-
+from megappo.config.checks_adapter import adapter_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.lora import ALL_LINEAR, LoraConfig
-from megappo.config.model_folder import ADAPTERS, ModelFolderError, read_model_facts
+from megappo.config.model_folder import ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, Severity, typed
 
 
@@ -41,47 +38,16 @@ def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> lis
         if lora.dropout > 0:
             problems.append(Problem(f"{path}.dropout", typed(lora.dropout), reason, f"set it to 0, {remedy}"))
     if lora.adapter_path is not None:
-        problems += _adapter_problems(path, lora, lora.adapter_path)
-        if path == "model.lora" and config.needs_reference and config.ref.path is None:
+        problems += adapter_problems(path, lora, lora.adapter_path)
+        if path == "model.lora" and config.has_reference and config.ref.path is None:
             reason = "the reference is the model without adapters, and the run does not begin with it"
+            if config.trainer.kind == "dpo":
+                reason += ": the first loss is not that of equal policies"
             remedy = (
-                "set ref.path to the merged model (megappo convert --merged) where the reference is to be the start"
+                "set ref.path to the merged model (megappo convert --merged, or PEFT's merge_and_unload) where the "
+                "reference is to be the start"
             )
             problems.append(Problem(f"{path}.adapter_path", typed(lora.adapter_path), reason, remedy, Severity.WARNING))
-    return problems
-
-
-def _adapter_problems(path: str, lora: LoraConfig, folder: str) -> list[Problem]:
-    """What adapter_config.json says of the folder's adapters, and the section does not."""
-    setting = f"{path}.adapter_path"
-    file = Path(folder) / ADAPTERS
-    try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        remedy = "give the folder of an adapter that PEFT or megappo has saved"
-        return [Problem(setting, typed(folder), f"there is no {ADAPTERS} in it", remedy)]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [Problem(setting, typed(folder), f"its {ADAPTERS} is not JSON ({error})", "export the adapter again")]
-    content = content if isinstance(content, dict) else {}
-    theirs = {"rank": content.get("r"), "alpha": content.get("lora_alpha")}
-    theirs["type"] = "dora" if content.get("use_dora") else "lora"
-    problems = [
-        Problem(
-            f"{path}.{name}", typed(getattr(lora, name)), f"the adapters in {folder} have {value}", f"set it to {value}"
-        )
-        for name, value in theirs.items()
-        if getattr(lora, name) != value
-    ]
-    if content.get("use_rslora"):
-        reason = f"the adapters in {folder} are rank-stabilized: they are multiplied by alpha / √rank"
-        problems.append(
-            Problem(setting, typed(folder), reason, "merge them with PEFT, and begin with the merged model")
-        )
-    if content.get("bias", "none") != "none":
-        reason = f"the adapters in {folder} have trained biases ({content['bias']}), which the model keeps as they are"
-        problems.append(
-            Problem(setting, typed(folder), reason, "merge them with PEFT, and begin with the merged model")
-        )
     return problems
 
 

@@ -1,9 +1,21 @@
 """Rules about what is kept in memory: recompute of activations, and offload between phases."""
 
+from typing import Literal
+
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
 from megappo.config.problem import Problem, Severity, typed
+
+
+def missing_role(config: ExperimentConfig, role: Literal["critic", "ref"]) -> str | None:
+    """Why the run has no such model, so that settings of its memory do nothing; None where it has one."""
+    if role == "critic":
+        has_critic = config.trainer.kind == "ppo" and config.needs_critic
+        return None if has_critic else "this run has no critic"
+    if not config.has_reference:
+        return "this run has no reference"
+    return "the reference is the actor without its adapters" if config.reference_is_actor else None
 
 
 def memory_problems(config: ExperimentConfig) -> list[Problem]:
@@ -95,16 +107,11 @@ def _offload_problems(config: ExperimentConfig) -> list[Problem]:
         )
         remedy = "set hybrid.weights to load, or offload grads and optimizer alone"
         problems.append(Problem("actor.offload.params", "true", reason, remedy))
-    kind = config.trainer.kind
-    has_critic = kind == "ppo" and config.needs_critic
-    has_ref = kind == "dpo" or (kind == "ppo" and config.needs_reference)
-    for role, section, is_built in (
-        ("critic", config.critic.offload, has_critic),
-        ("ref", config.ref.offload, has_ref),
-    ):
-        for name, is_set in section.model_dump().items():
-            if is_set and not is_built:
-                reason = f"does nothing, for this run has no {'critic' if role == 'critic' else 'reference'}"
-                path = f"{role}.offload.{name}"
+    roles: tuple[Literal["critic", "ref"], ...] = ("critic", "ref")
+    for role in roles:
+        missing = missing_role(config, role)
+        for name, is_set in getattr(config, role).offload.model_dump().items():
+            if is_set and missing is not None:
+                path, reason = f"{role}.offload.{name}", f"does nothing, for {missing}"
                 problems.append(Problem(path, "true", reason, "leave it out", Severity.WARNING))
     return problems

@@ -40,6 +40,16 @@ class ExperimentConfig(Section):
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the run computes reference log-probs: DPO always, PPO for a KL term."""
+        return self.trainer.kind == "dpo" or (self.trainer.kind == "ppo" and self.needs_reference)
+
+    @property
+    def reference_is_actor(self) -> bool:
+        """Whether the reference is the actor with its adapters off, not a model of its own."""
+        return self.model.lora.is_used and self.ref.path is None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether a critic is built: the advantage estimator reads values."""
         return self.algorithm.needs_critic

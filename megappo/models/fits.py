@@ -23,7 +23,7 @@ def require_fitting_models(config: ExperimentConfig) -> None:
         _require_fit(
             config, config.critic.path or model.path, "value", model.recompute, config.critic.lora, "critic.lora"
         )
-    if config.needs_reference and config.ref.path is not None:
+    if config.has_reference and config.ref.path is not None:
         _require_fit(config, config.ref.path, "lm", NO_RECOMPUTE, None)
 
 

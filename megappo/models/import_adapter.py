@@ -24,7 +24,8 @@ def import_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | 
     """Fills the adapters of `model`, a bare stage, from `folder`; a value head too where the folder has one.
 
     Raises DataError, naming tensor and shapes, where the folder has other adapters than the model; `setting` is the
-    section that they were made by. Adapters of zeros, for projections that have none here, are left out.
+    section that they were made by. Adapters of zeros, for projections that have none here, are left out; rows of
+    projections without an adapter stay as they are.
     """
     lora = attached_lora(model)
     assert lora is not None, "the model has no adapters"
@@ -34,7 +35,7 @@ def import_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | 
         _check_names(reader, weight_map.tensors, setting)
         for parameter in stage_parameters(model, weight_map, is_partial=True):
             if all(name in reader.names or not _is_head(name) for name in parameter.rule.sources):
-                fill(parameter, reader, mesh)
+                fill(parameter, reader, mesh, keeps_padding=True)
 
 
 def _check_names(reader: SafetensorsReader, expected: Mapping[str, Shape], setting: str) -> None:

@@ -72,16 +72,16 @@ def _check_shape(reader: SafetensorsReader, name: str, expected: Shape) -> None:
         )
 
 
-def fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh) -> None:
-    """Reads this rank's rows of one parameter."""
+def fill(parameter: StageParameter, reader: SafetensorsReader, mesh: Mesh, *, keeps_padding: bool = False) -> None:
+    """Reads this rank's rows of one parameter. Padding is made zero, or with `keeps_padding` stays as it is."""
     axis = parameter.rule.axis or 0
     offset = 0
     for segment in parameter.shard(mesh):
         rows: Tensor = parameter.tensor.narrow(axis, offset, segment.length)
-        if segment.source is None:
-            rows.zero_()
-        else:
+        if segment.source is not None:
             rows.copy_(reader.rows(segment.source, axis, segment.start, segment.length))
+        elif not keeps_padding:
+            rows.zero_()
         offset += segment.length
     size = parameter.tensor.shape[axis]
     assert offset == size, f"the weight map fills {offset} of {size} rows of {parameter.name}"

@@ -42,6 +42,8 @@ class LinearAdapter(Adapter):
     is cut, B [rows, rank] whole. `blocks`: this rank's rows of the layer, block after block. B is zero at first, so
     that the layer computes what it did; A is undefined until `attach_lora` fills it. DoRA scales row i of W + ΔW to the
     length `magnitude[i]`; its gradient takes the length that it divides by for a constant, as the paper does (§4.3).
+    Rows of projections without an adapter, which lie in the same blocks, stay the weight's: what B and `magnitude` have
+    for them is neither read nor trained.
 
     What is whole on every TP rank gets the same gradient on each; under sequence parallelism each has a part of it, and
     the mark `sequence_parallel` has Megatron add them up.
@@ -71,6 +73,9 @@ class LinearAdapter(Adapter):
             else {}
         )
         self._rows = [_rows_of(block, target.projections, weight.device) for block in blocks]
+        self._has_adapter = torch.cat(
+            [_are_adapted(b, target.projections, weight.device) for b in blocks]
+        )  # [rows / tp]
         self._mark_shards()
         self.eval()  # inputs are left out in updates alone: `dropping_inputs`
 
@@ -98,16 +103,18 @@ class LinearAdapter(Adapter):
             return plain + added, bias
         own_bias: Any = None if linear.skip_bias_add else linear.bias
         product = plain if own_bias is None else plain - own_bias
-        ratio = self._ratio(linear)
-        # So written, a ratio of 1 leaves the output as it is to the bit.
-        return plain + (ratio - 1) * product + ratio * added, bias
+        with torch.no_grad():
+            weight = self._sum(linear)
+        ratio = self._ratio(weight)
+        # So written, a ratio of 1 leaves the output as it is to the bit; what is near 1 is subtracted before rounding.
+        return plain + ((ratio - 1).to(plain.dtype) * product + ratio.to(plain.dtype) * added), bias
 
     def merged(self, linear: nn.Module) -> Tensor:
         """This rank's shard of the weight with ΔW in it, a new tensor. All TP ranks call it."""
         with torch.no_grad():
             weight = self._sum(linear)
             if self.magnitude:
-                weight *= (torch.cat(list(self.magnitude.values())) / self._lengths(weight))[:, None]
+                weight *= self._ratio(weight)[:, None]
             return weight.to(linear.weight.dtype)  # type: ignore[arg-type]
 
     def reset_magnitude(self, linear: nn.Module) -> None:
@@ -168,18 +175,24 @@ class LinearAdapter(Adapter):
         for low, own in zip(lows, rows, strict=True):
             if own is not None and len(own) == len(b):
                 return functional.linear(low, b)
+        if all(own is None for own in rows):
+            # In the graph too: TP ranks sum the gradient of what A gives, and DDP waits for that of each parameter.
+            return 0 * functional.linear(lows[0], b)
         result = lows[0].new_zeros((*lows[0].shape[:-1], len(b)))
         for low, own in zip(lows, rows, strict=True):
             if own is not None:
                 result = result.index_copy(-1, own, functional.linear(low, b[own]))
         return result
 
-    def _ratio(self, linear: nn.Module) -> Tensor:
-        """[rows / tp] DoRA's factors, with a gradient to the magnitude alone."""
-        with torch.no_grad():
-            lengths = self._lengths(self._sum(linear))
+    def _ratio(self, weight: Tensor) -> Tensor:
+        """[rows / tp] DoRA's factors of the rows of `weight`, W + ΔW, in its type; gradients go to the magnitude alone.
+
+        The lengths are rounded as the magnitude is, as in PEFT (0.21): a new adapter's factors are 1 in bfloat16 too.
+        """
         magnitude = torch.cat(list(self.magnitude.values()))
-        return magnitude / lengths.to(magnitude.dtype)
+        # A length of 1 where there is no adapter: a row of zeros would make the gradient not a number.
+        lengths = self._lengths(weight).masked_fill(~self._has_adapter, 1).to(magnitude.dtype)
+        return torch.where(self._has_adapter, magnitude.to(weight.dtype) / lengths, 1)
 
     def _sum(self, linear: nn.Module) -> Tensor:
         """This rank's shard of W + ΔW in float32 (float64 for weights of that type)."""
@@ -209,6 +222,12 @@ def _rows_of(block: Block, projections: Sequence[str], device: torch.device) -> 
         places.setdefault(projection_of(segment), []).append(torch.arange(start, start + segment.length, device=device))
         start += segment.length
     return [torch.cat(places[name]) if name in places else None for name in projections]
+
+
+def _are_adapted(block: Block, projections: Sequence[str], device: torch.device) -> Tensor:
+    """[rows of the block] whether a row's projection has an adapter."""
+    answers = [torch.full((segment.length,), projection_of(segment) in projections) for segment in block]
+    return torch.cat(answers).to(device)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, LinearAdapter]]:

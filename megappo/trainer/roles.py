@@ -73,7 +73,7 @@ class RoleBuilder:
 
     def reference(self, actor: TrainedRole) -> ModelEngine:
         """`actor` without its adapters where it has some and started from the reference's weights; else a model."""
-        if self.config.model.lora.is_used and self.config.ref.path is None:
+        if self.config.reference_is_actor:
             return BaseEngine(actor.model, self.mesh, actor.engine.memory)
         model = self._model(self.config.ref.path or self.config.model.path, "lm").requires_grad_(False)
         if self.config.ref.fsdp.enable:

@@ -104,31 +104,34 @@ def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_the_adapters_of_a_folder(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_run_begins_with_the_adapters_of_a_folder(folder: Path, kind: str) -> None:
     """PEFT's own, with a rate of 0: on two ranks the merged model is PEFT's merge, the export is the folder's."""
     peft = pytest.importorskip("peft")
     import transformers
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     projections = ["q_proj", "down_proj"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=6, target_modules=projections))
+    settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=projections, use_dora=kind == "dora")
+    model = peft.get_peft_model(base, settings)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name and "magnitude" not in name:
             parameter.data.normal_(generator=generator)
-    model.save_pretrained(folder / "peft")
+    theirs_at, run = folder / f"peft-{kind}", folder / f"begun-{kind}"
+    model.save_pretrained(theirs_at)
     begun = [folder / "experiment.yaml", *STEPS, "trainer.total_steps=1", "trainer.save_freq=0", "layout.tp=2"]
     begun += ["actor.optim.lr=0", "model.lora.rank=2", "model.lora.alpha=6", "trainer.export_hf=true"]
-    begun += [f"model.lora.adapter_path={folder / 'peft'}"]
-    exact = ["model.lora.target_modules=[q_proj, down_proj]", f"trainer.run_dir={folder / 'begun'}"]
+    begun += [f"model.lora.adapter_path={theirs_at}", f"model.lora.type={kind}"]
+    exact = ["model.lora.target_modules=[q_proj, down_proj]", f"trainer.run_dir={run}"]
     succeed("train", *begun, *exact)
-    ours = load_file(folder / "begun" / "hf" / "latest" / "adapter_model.safetensors")
-    theirs = load_file(folder / "peft" / "adapter_model.safetensors")
+    ours = load_file(run / "hf" / "latest" / "adapter_model.safetensors")
+    theirs = load_file(theirs_at / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    last = folder / "begun" / "checkpoints" / "latest"
-    succeed("convert", "--from", last, "--to", folder / "begun-merged", "--merged", "--tp", 2)
-    merged = load_file(folder / "begun-merged" / "model.safetensors")
+    last, out = run / "checkpoints" / "latest", folder / f"begun-merged-{kind}"
+    succeed("convert", "--from", last, "--to", out, "--merged", "--tp", 2)
+    merged = load_file(out / "model.safetensors")
     for name, tensor in model.merge_and_unload().state_dict().items():
         if name in merged:
             assert float((merged[name] - tensor).abs().max()) <= 1e-6, name

@@ -9,6 +9,7 @@ import pytest
 from tests.support.parity import largest_difference, read_folder
 from tests.support.ranks import run_ranks
 from tests.support.runs import learning, write_run_experiment
+from tests.support.tiny_models import tiny_model
 
 ROLES = ("actor", "critic", "ref")
 CUT = ",".join(f"{role}.fsdp.enable=true" for role in ROLES)
@@ -29,7 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> dict[str, Any]:
     write_run_experiment(folder)
     two = {"cut": f"{CUT},trainer.save_freq=2", "resumed": f"{CUT},{resumed(folder, 'cut')}"}
-    return run_all(folder, {2: two, 1: {"one": ""}})
+    # Another model than the actor's: the first step's KL is no zero.
+    tiny_model(folder / "other", "llama", tied=True, seed=1)
+    adapters = f"model.lora.rank=4,model.lora.export_merged=true,ref.path={folder}/other"
+    two["adapters-cut-ref"] = f"{adapters},ref.fsdp.enable=true"
+    return run_all(folder, {2: two, 1: {"one": "", "adapters-one": adapters}})
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,17 @@ def check_same(folder: Path, name: str, reference: str, after: int) -> None:
 
 def test_a_run_learns_what_one_rank_learns(runs: dict[str, Any], folder: Path) -> None:
     check_same(folder, "cut", "one", 0)
+
+
+def test_a_reference_beside_adapters_is_cut_and_has_the_log_probs_of_one_rank(
+    runs: dict[str, Any], folder: Path
+) -> None:
+    """Its model is another one than the actor's: the KL of all steps is that of log-probs which differ."""
+    check_same(folder, "adapters-cut-ref", "adapters-one", 0)
+    assert all(abs(line["kl/mean"]) > 0.1 for line in learning(folder / "adapters-one"))
+    (whole,) = runs["adapters-one"]["ranks"]
+    for rank in runs["adapters-cut-ref"]["ranks"]:
+        assert rank["held"]["ref"]["params"] == whole["held"]["ref"]["params"] // 2 > 10_000
 
 
 @pytest.mark.slow

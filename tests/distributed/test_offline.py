@@ -247,3 +247,25 @@ def hf_score(folder: Path, question: str, answer: str) -> float:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     return float(model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits[0, 0])
+
+
+@pytest.mark.slow
+def test_dpo_from_an_adapter_begins_at_ln_2_against_the_merged_model(folder: Path) -> None:
+    """PEFT's adapter and its merge; against the model without adapters, as is warned of, it begins elsewhere."""
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=16, target_modules=["q_proj"]))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=generator)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    words = f"{KINDS['dpo']},model.lora.rank=2,model.lora.adapter_path={folder}/adapter"
+    words += ",model.lora.target_modules=[q_proj],trainer.total_steps=1,trainer.export_hf=false"
+    results = run(folder, {"merged": f"{words},ref.path={folder}/merged", "plain": words}, 1)
+    (merged,), (plain,) = ([line for line in results.told[name] if line["step"] == 1] for name in ("merged", "plain"))
+    assert merged["dpo/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(plain["dpo/loss"] - math.log(2)) > 1e-2

@@ -29,6 +29,7 @@ def found(folder: Path, overrides: str, **model: object) -> list[str]:
         (f"{ACTOR} rollout.engine=vllm", "actor.fsdp.enable: true: vLLM would compute on the actor's own memory (hybrid.weights auto), which is given up when training has its turn; set hybrid.weights to load, or cut critic and reference alone"),
         (f"{CRITIC} algorithm.adv_estimator=grpo rollout.n=2", "critic.fsdp.enable: true: does nothing, for this run has no critic; leave it out"),
         (REF, "ref.fsdp.enable: true: does nothing, for this run has no reference; leave it out"),
+        (f"{REF} actor.use_kl_loss=true model.lora.rank=8", "ref.fsdp.enable: true: does nothing, for the reference is the actor without its adapters; leave it out"),
         ("actor.fsdp.forward_prefetch=true", "actor.fsdp.forward_prefetch: true: does nothing, for actor.fsdp.enable is false; set that to true, or leave this out"),
     ],
 )  # fmt: skip
@@ -68,8 +69,10 @@ def test_names_of_verl_lead_to_the_setting(tmp_path: Path, key: str, value: str)
         f"{CRITIC} rollout.engine=vllm",
         f"{ACTOR} rollout.engine=vllm hybrid.weights=load",
         f"{CRITIC} model.lora.rank=8",
+        f"{REF} actor.use_kl_loss=true model.lora.rank=8 ref.path={{folder}}/model",
+        f"{REF} trainer.kind=dpo model.lora.rank=8 ref.path={{folder}}/model",
         f"{ACTOR} actor.fsdp.reduce_each_micro_batch=false critic.offload.params=true",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
-    assert found(tmp_path, overrides) == []
+    assert found(tmp_path, overrides.format(folder=tmp_path)) == []

@@ -40,6 +40,8 @@ def found(folder: Path, overrides: str) -> list[str]:
         (f"{SELECTIVE} model.recompute_modules=[mlp,moe]", "model.recompute_modules.1: moe: is a part of layers with experts, and F/model is dense (llama); mlp is the part of its layers"),
         ("actor.offload.params=true rollout.engine=vllm", "actor.offload.params: true: vLLM computes on the actor's own memory (hybrid.weights auto), and its CUDA graphs keep addresses that parameters lose when they are moved; set hybrid.weights to load, or offload grads and optimizer alone"),
         ("critic.offload.grads=true algorithm.adv_estimator=grpo rollout.n=2", "critic.offload.grads: true: does nothing, for this run has no critic; leave it out"),
+        ("ref.offload.params=true actor.use_kl_loss=true model.lora.rank=4", "ref.offload.params: true: does nothing, for the reference is the actor without its adapters; leave it out"),
+        ("ref.offload.params=true trainer.kind=dpo model.lora.rank=4", "ref.offload.params: true: does nothing, for the reference is the actor without its adapters; leave it out"),
         ("ref.offload.params=true", "ref.offload.params: true: does nothing, for this run has no reference; leave it out"),
     ],
 )  # fmt: skip
@@ -57,10 +59,11 @@ def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
         "actor.offload.grads=true actor.offload.optimizer=true rollout.engine=vllm",
         "actor.offload.params=true rollout.engine=vllm hybrid.weights=load",
         "critic.offload.params=true ref.offload.params=true actor.use_kl_loss=true",
+        "ref.offload.params=true actor.use_kl_loss=true model.lora.rank=4 ref.path={folder}/model",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
-    assert found(tmp_path, overrides) == []
+    assert found(tmp_path, overrides.format(folder=tmp_path)) == []
 
 
 def dense() -> ModelShape:

@@ -38,6 +38,20 @@ def test_models_that_cannot_be_built_so(
     assert told is None or f"error: {told}" in captured.err
 
 
+@pytest.mark.parametrize("with_reference", ["trainer.kind=dpo", "actor.use_kl_loss=true"])
+def test_a_reference_of_its_own_is_a_model_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], with_reference: str
+) -> None:
+    file = write_experiment(tmp_path)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"intermediate_size": 97}))
+    words = [str(file), "layout.tp=3", with_reference]
+    assert main.main(["validate", *words]) == 0, capsys.readouterr().err
+    assert main.main(["validate", *words, f"ref.path={tmp_path}/other"]) == 2
+    assert "12 attention heads, 3 KV heads (or is no multiple of them) and 97 " in capsys.readouterr().err
+
+
 def test_feed_forward_rows_are_divided_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_experiment(tmp_path, intermediate_size=97)
     assert main.main(["validate", str(file), "layout.tp=3"]) == 2

@@ -1,15 +1,18 @@
 """Adapters without ranks: which projections patterns name, how the rows of B are cut, what settings are refused."""
+# ruff: noqa: E501  a line of a table is one case
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megappo.config.checks import check_experiment
+from megappo.config.checks_adapter import adapter_problems
 from megappo.config.load import load_experiment
 from megappo.config.lora import LoraConfig
-from megappo.config.problem import Severity
+from megappo.config.problem import Problem, Severity
 from megappo.errors import ConfigError
 from megappo.models.adapter_map import (
     AdapterTarget,
@@ -18,7 +21,8 @@ from megappo.models.adapter_map import (
     peft_targets,
     refuse_kinds_for_experts,
 )
-from megappo.models.export_adapter import put_rows
+from megappo.models.architecture import ModelSpec
+from megappo.models.export_adapter import peft_config, put_rows
 from megappo.models.families import FAMILIES
 from megappo.models.weight_map import Rule, Segment, WeightMap
 from tests.support.experiments import write_experiment
@@ -106,6 +110,16 @@ def test_settings_that_cannot_be_or_do_nothing(
         ({"use_dora": True}, 'model.lora.type: "lora": the adapters in F have dora; set it to dora'),
         ({"use_rslora": True}, 'model.lora.adapter_path: "F": the adapters in F are rank-stabilized: '),
         ({"bias": "all"}, 'model.lora.adapter_path: "F": the adapters in F have trained biases (all), '),
+        (
+            {"init_lora_weights": "pissa_niter_16"},
+            'model.lora.adapter_path: "F": the adapters in F belong to weights that PEFT has changed (init_lora_weights pissa_niter_16), not to the model\'s; save them again with path_initial_model_for_weight_conversion ',
+        ),
+        ({"init_lora_weights": "olora"}, 'model.lora.adapter_path: "F": the adapters in F belong to weights that '),
+        ({"init_lora_weights": "gaussian"}, None),
+        (
+            {"alpha_pattern": {"q_proj": 64}},
+            'model.lora.adapter_path: "F": the adapters in F have rank 4 and alpha 64 of ',
+        ),
         (None, 'model.lora.adapter_path: "F": there is no adapter_config.json in it; give the folder of an adapter '),
         ({}, None),
     ],
@@ -124,12 +138,69 @@ def test_adapters_to_begin_with_are_the_sections(
     assert told is None or errors[0].startswith(told)
 
 
-def test_a_reference_that_is_not_the_start_is_told(tmp_path: Path) -> None:
+ATTENTION = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+EXPERTS = [f"model.layers.0.mlp.experts.{expert}.{part}_proj" for expert in (0, 11) for part in ("gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("modules", "patterns", "told"),
+    [
+        (ATTENTION, {"alpha_pattern": {"q_proj": 64}}, "rank 4 and alpha 64 of model.layers.0.self_attn.q_proj"),
+        (ATTENTION, {"rank_pattern": {r".*\.v_proj": 8}}, "rank 8 and alpha 16 of model.layers.0.self_attn.v_proj"),
+        # The same factor, with tensors of another rank.
+        (ATTENTION, {"rank_pattern": {"v_proj": 8}, "alpha_pattern": {"v_proj": 32}}, "rank 8 and alpha 32 of "),
+        (ATTENTION, {"alpha_pattern": {"q_proj": 16}, "rank_pattern": {"v_proj": 4}}, None),
+        (ATTENTION, {"alpha_pattern": {"k_proj": 64, "proj": 64, "layers.1.self_attn.q_proj": 64}}, None),
+        # The first key that names a module decides, as in PEFT.
+        (ATTENTION, {"alpha_pattern": {"self_attn.q_proj": 16, "q_proj": 64}}, None),
+        (EXPERTS, {"alpha_pattern": {r".*\.experts\.gate_up_proj": 32}}, "rank 4 and alpha 32 of "),
+        (EXPERTS, {"alpha_pattern": {r".*\.experts\.down_proj": 8}}, "rank 4 and alpha 8 of "),
+        (EXPERTS, {"alpha_pattern": {r"experts\.gate_up_proj": 32}, "rank_pattern": {r"experts\.gate_up_proj": 8}}, None),
+    ],
+)  # fmt: skip
+def test_patterns_leave_adapters_what_the_section_says(
+    tmp_path: Path, modules: list[str], patterns: dict[str, object], told: str | None
+) -> None:
+    tensors = {
+        f"base_model.model.{module}.lora_{matrix}.weight": torch.zeros(1) for module in modules for matrix in "AB"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 16} | patterns))
+    problems = adapter_problems("model.lora", LoraConfig(rank=4), str(tmp_path))
+    assert len(problems) == (told is not None)
+    assert told is None or (
+        f"have {told}" in problems[0].reason and problems[0].remedy.startswith("merge them with PEFT")
+    )
+
+
+def test_our_own_patterns_of_experts_are_accepted(tmp_path: Path) -> None:
+    family = FAMILIES["qwen3_moe"]
+    spec = ModelSpec(family, family.shape(MOE), tmp_path, dict(MOE))
+    moe, lora = weight_map(MOE), LoraConfig(rank=3, alpha=6)
+    targets = adapter_targets(moe, lora.target_modules)
+    config = peft_config(spec, lora, targets, "lm")
+    assert config["rank_pattern"] and config["alpha_pattern"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {name: torch.zeros(1) for name in adapter_map(moe, targets, lora, "lm").tensors},
+        tmp_path / "adapter_model.safetensors",
+    )
+    assert adapter_problems("model.lora", lora, str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("with_reference", ["actor.use_kl_loss=true", "trainer.kind=dpo"])
+def test_a_reference_that_is_not_the_start_is_told(tmp_path: Path, with_reference: str) -> None:
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 16}')
-    words = ["model.lora.rank=4", f"model.lora.adapter_path={tmp_path}", "actor.use_kl_loss=true"]
-    problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
-    (problem,) = (problem for problem in problems if problem.path == "model.lora.adapter_path")
+
+    def told(*words: str) -> list[Problem]:
+        words = ("model.lora.rank=4", f"model.lora.adapter_path={tmp_path}", *words)
+        problems = check_experiment(load_experiment(write_experiment(tmp_path), words))
+        return [problem for problem in problems if problem.path == "model.lora.adapter_path"]
+
+    (problem,) = told(with_reference)
     assert problem.severity is Severity.WARNING and "the reference is the model without adapters" in problem.reason
+    assert problem.remedy.startswith("set ref.path to the merged model")
+    assert told(with_reference, f"ref.path={tmp_path}/model") == told() == []
 
 
 @pytest.mark.parametrize(("setting", "way_out"), [("type=dora", "set it to lora"), ("dropout=0.1", "set it to 0")])

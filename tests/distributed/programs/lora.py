@@ -8,6 +8,7 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 import argparse
 import hashlib
 import json
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from megappo.config.load import load_experiment
 from megappo.engines.hybrid.execute import Moved
@@ -27,6 +29,7 @@ from megappo.models.attach_lora import Merge
 from megappo.models.expert_lora import expert_adapters
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
+from megappo.models.import_adapter import import_adapter
 from megappo.models.lora import adapters, adapters_off
 from megappo.models.recompute import keep_gradient_path
 from megappo.models.stage_parameters import stage_parameters
@@ -58,15 +61,24 @@ def main() -> None:
         with adapters_off(model):
             base = forward(model, tokens)
         result["equal_at_start"] = torch.equal(base, forward(model, tokens))
+        result["merged_is_base_at_start"] = merged_is_base(model, spec)
         fill_adapters(model, spec, mesh)
+        disturb_other_rows(model)
         result["change"] = float((forward(model, tokens) - base).abs().max())
         with adapters_off(model):
             result["equal_when_off"] = torch.equal(base, forward(model, tokens))
-        result["merged_difference"] = merged_difference(model, spec, tokens)
+        difference = merged_difference(model, spec, tokens)
+        result["merged_difference"], result["merged_mean"] = float(difference.max()), float(difference.mean())
         result["recomputed_equal"] = recomputed_equal(trainer.actor.engine.optimizer, tokens)
+        others = [float(tensor.main_grad.masked_fill(mask, 0).abs().max()) for tensor, mask in row_masks(model)]
+        result["other_gradient"] = max(others, default=0.0)  # experts' adapters have rows of their own alone
         save_file({"tokens": tokens, "log_probs": forward(model, tokens)}, arguments.folder / "forward.safetensors")
         export_adapter(model, spec, mesh, arguments.folder / "adapter")
         export_hf(model, spec, mesh, arguments.folder / "merged")
+        before = forward(model, tokens)
+        fill_adapters(model, spec, mesh, seed=1)
+        import_adapter(model, spec, mesh, arguments.folder / "adapter", "lm", "model.lora")
+        result["equal_when_read_back"] = torch.equal(before, forward(model, tokens))
         # What vLLM's own loader is given.
         streamed, merged = (
             hf_tensors(model, spec, mesh, Moved()),
@@ -93,8 +105,31 @@ def forward(model: GPTModel, tokens: Tensor) -> Tensor:
     return model(tokens, positions, None).float().log_softmax(-1)
 
 
-def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
-    """Largest difference of log-probs between adapters beside the weights and merged into them, in a copy."""
+def row_masks(model: GPTModel) -> Iterator[tuple[Parameter, Tensor]]:
+    """Each B and each magnitude of the model's linear layers, and where its rows are of projections with an adapter."""
+    for _, _, adapter in adapters(model):
+        for kind in (adapter.lora_B, adapter.magnitude):
+            sizes = [len(parameter) for parameter in kind.values()]
+            for parameter, mask in zip(kind.values(), adapter._has_adapter.split(sizes) if sizes else (), strict=True):
+                yield parameter, mask[:, None] if parameter.dim() == 2 else mask
+
+
+@torch.no_grad()
+def disturb_other_rows(model: GPTModel) -> None:
+    """Numbers where an adapter of a fused layer has rows of a projection without one: nothing may read them."""
+    for parameter, mask in row_masks(model):
+        parameter.masked_fill_(~mask, 3.0)
+
+
+def merged_is_base(model: GPTModel, spec: Any) -> bool:
+    """Whether merging changes no bit."""
+    merge = Merge(model)
+    items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
+    return len(items) > 0 and all(torch.equal(merge(item), item.tensor) for item in items)
+
+
+def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> Tensor:
+    """How far each log-prob of adapters beside the weights is from that of weights with them merged in, in a copy."""
     unmerged = forward(model, tokens)
     merge = Merge(model)
     items = [item for item in stage_parameters(model, spec.family.weight_map(spec.shape, "lm")) if merge.changes(item)]
@@ -103,7 +138,7 @@ def merged_difference(model: GPTModel, spec: Any, tokens: Tensor) -> float:
     for item, weight in zip(items, merged, strict=True):
         item.tensor.data.copy_(weight)
     with adapters_off(model):
-        difference = float((forward(model, tokens) - unmerged).abs().max())
+        difference = (forward(model, tokens) - unmerged).abs()
     for item, weight in zip(items, kept, strict=True):
         item.tensor.data.copy_(weight)
     return difference
