@@ -39,7 +39,7 @@ class AdvantageInputs:
     """What an estimator may read. Per-token tensors are [B, T], per-sequence ones [B].
 
     `groups` numbers the prompt of each sequence among the step's `num_groups`, of which a rank may hold a part;
-    `values` are there for estimators with a critic, `baseline_scores` (of the greedy response) for `remax`.
+    `values` are there for estimators with a critic, `baseline_scores` (R of the greedy response) for `remax`.
     """
 
     rewards: Tensor
@@ -151,7 +151,7 @@ def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOpt
 
 
 def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
-    """R less the score of the greedy response to the same prompt (arXiv 2310.10505)."""
+    """R less that of the greedy response to the same prompt (arXiv 2310.10505)."""
     assert inputs.baseline_scores is not None, "ReMax reads the scores of greedy responses"
     return Advantages(_spread(sequence_rewards(inputs) - inputs.baseline_scores.double(), inputs.mask))
 

@@ -41,7 +41,7 @@ class DataConfig(Section):
     sets: tuple[PromptSetConfig, ...] = ()
     """Several prompt sets, mixed in proportion to their weights, each with its own template, reward and evaluation."""
     val_files: tuple[str, ...] = ()
-    """Held-out prompts, each file a data set of the evaluation named by its stem."""
+    """Held-out prompts, each file a data set of the evaluation named by its stem, scored by all parts of `reward`."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     answer_key: str | None = "answer"

@@ -52,7 +52,8 @@ class ExperienceBatch:
     `positions` [B] int64, place in the step's global batch · `rollout_log_probs` [tokens] · `scores` [B] ·
     `token_scores` [tokens], rewards of single response tokens, which are added to where the score lands ·
     `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns` [tokens] · `ref_kl` [tokens],
-    exact KL of the old policy to the reference · `baseline_scores` [B], of the greedy response to the same prompt ·
+    exact KL of the old policy to the reference · `baseline_scores` [B], the whole reward of the greedy response to
+    the same prompt ·
     `loss_weights` [tokens], factors of the policy loss; floats are float32 · `routed_experts` [tokens, layers with
     experts, top_k] int16, the experts that each token went to, -1 where nothing was recorded.
     """
@@ -91,11 +92,7 @@ class ExperienceBatch:
         if experts:
             assert len(experts) == len(samples), "all samples of a step have their experts, or none"
             batch = batch.fill(routed_experts=torch.cat(experts))
-        baselines = [sample.baseline_score for sample in samples if sample.baseline_score is not None]
-        if not baselines:
-            return batch
-        assert len(baselines) == len(samples), "all samples of a step have a baseline, or none"
-        return batch.fill(baseline_scores=torch.tensor(baselines, dtype=torch.float32))
+        return batch
 
     @classmethod
     def from_sequences(

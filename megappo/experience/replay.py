@@ -31,7 +31,8 @@ BEST_OF_GROUP, OTHER_OF_GROUP = 0.4, 0.1
 class StoredSequence:
     """One finished sequence: its batch of one row as bytes, and what it is drawn by.
 
-    `step` made it, `group` numbers its prompt among all steps' prompts, `score` is its sequence score.
+    `step` made it, `group` numbers its prompt among all steps' prompts, `score` is its score and its tokens' rewards
+    together: all that it is worth.
     """
 
     step: int
@@ -154,10 +155,11 @@ def replaced_places(positions: Sequence[int], fraction: float) -> list[int]:
 def stored(batch: ExperienceBatch, step: int, group_of: Callable[[int], int]) -> list[tuple[int, StoredSequence]]:
     """(position, sequence) of each row of a batch with scores and old log-probs; `group_of` numbers a position's
     prompt within its step's."""
-    scores = batch.get("scores").tolist()
-    rows = []
+    scores, rows = batch.get("scores").tolist(), []
     for index, position in enumerate(batch.positions.tolist()):
-        row = batch.rows(index, index + 1)
+        row, score = batch.rows(index, index + 1), scores[index]
+        if row.token_scores is not None:
+            score += float(row.token_scores[row.response_mask].double().sum())
         fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
         arrays = {
             name: value.numpy()
@@ -166,7 +168,7 @@ def stored(batch: ExperienceBatch, step: int, group_of: Callable[[int], int]) ->
         }
         content = io.BytesIO()
         numpy.savez(content, **arrays)
-        rows.append((position, StoredSequence(step, group_of(position), scores[index], content.getvalue())))
+        rows.append((position, StoredSequence(step, group_of(position), score, content.getvalue())))
     return rows
 
 

@@ -32,6 +32,16 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class GreedyScore:
+    """What the greedy response to a prompt got: the sequence's `score` and the sum of its tokens' rewards; `length` is
+    its number of tokens, for which shaping may take something off."""
+
+    score: float
+    token_score: float
+    length: int
+
+
+@dataclass(frozen=True)
 class RolloutSample:
     """A prompt and one response to it.
 
@@ -41,7 +51,7 @@ class RolloutSample:
     `mask` is false at response tokens that an environment put in, whose log-prob is 0; None: all are the policy's.
     `routed_experts` [tokens of prompt and response, layers with experts, top_k] int16: the experts that each token went
     to at generation, -1 where that is not known.
-    `baseline_score` is that of the greedy response to the same prompt, where the advantage estimator compares with it.
+    `greedy` is of the greedy response to the same prompt, where the advantage estimator compares with it.
     """
 
     prompt: Prompt
@@ -52,7 +62,7 @@ class RolloutSample:
     text: str
     finish_reason: FinishReason
     mask: tuple[bool, ...] | None = None
-    baseline_score: float | None = None
+    greedy: GreedyScore | None = None
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megappo.algorithms.advantages import (
@@ -63,6 +64,12 @@ class AdvantagePhase:
         if found.returns is not None:
             batch = batch.fill(returns=batch.flat(found.returns))
         return self._corrected(batch, mask)
+
+    def taken_off(self, batch: ExperienceBatch) -> Tensor:
+        """[tokens]: what the KL takes off the token rewards of a step whose coefficient is not updated yet."""
+        if not self.config.use_kl_in_reward:
+            return torch.zeros(batch.num_tokens)
+        return self.controller.coefficient * self._penalty(batch)
 
     def update_coefficient(self, batch: ExperienceBatch) -> dict[str, float]:
         """Adapts the coefficient to this step's KL; returns the one that the step used."""

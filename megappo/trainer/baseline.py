@@ -1,4 +1,4 @@
-"""The baseline of ReMax, scores of greedy responses, generated in the same turn as the sampled ones; or none."""
+"""The baseline of ReMax, rewards of greedy responses, generated in the same turn as the sampled ones; or none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megappo.experience.sample import Prompt, RolloutSample
+from megappo.experience.sample import GreedyScore, Prompt, RolloutSample
 from megappo.parallel.collectives import sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.workers.reward import RewardWorker
@@ -38,14 +38,16 @@ class GreedyBaseline:
     def compare(
         self, samples: Sequence[RolloutSample], greedy: Sequence[RolloutSample], num_prompts: int
     ) -> list[RolloutSample]:
-        """The samples with `baseline_score`, also where another rank has the greedy response to their prompt."""
-        local = torch.zeros(num_prompts, dtype=torch.float64)
-        local[[sample.position for sample in greedy]] = self.reward.score(greedy).score_tensor.double()
-        scores = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()
-        return [
-            dataclasses.replace(sample, baseline_score=scores[sample.position // self.num_samples])
-            for sample in samples
-        ]
+        """The samples with `greedy`, also where another rank has the greedy response to their prompt."""
+        local = torch.zeros(num_prompts, 3, dtype=torch.float64)
+        scored = self.reward.score(greedy).batch
+        token_rows = scored.token_scores or [None] * len(greedy)
+        for sample, score, tokens in zip(greedy, scored.scores, token_rows, strict=True):
+            counted = policy_token_sum(sample, tokens)
+            local[sample.position] = torch.tensor([score, counted, len(sample.response_ids)], dtype=torch.float64)
+        rows = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()
+        found = [GreedyScore(score, token_score, int(length)) for score, token_score, length in rows]
+        return [dataclasses.replace(sample, greedy=found[sample.position // self.num_samples]) for sample in samples]
 
 
 class NoBaseline:
@@ -58,3 +60,11 @@ class NoBaseline:
         self, samples: Sequence[RolloutSample], greedy: Sequence[RolloutSample], num_prompts: int
     ) -> list[RolloutSample]:
         return list(samples)
+
+
+def policy_token_sum(sample: RolloutSample, token_scores: Sequence[float] | None) -> float:
+    """Sum of the tokens' rewards that count in R: those of tokens that the policy produced."""
+    if token_scores is None:
+        return 0.0
+    mask = sample.mask if sample.mask is not None else (True,) * len(token_scores)
+    return sum(value for value, own in zip(token_scores, mask, strict=True) if own)

@@ -10,6 +10,7 @@ from typing import overload
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import PromptFeed
 from megappo.data.preferences import load_preferences
+from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer
 from megappo.experience.replay import ReplayBuffer
 from megappo.experience.sample import Prompt, RolloutSample
@@ -68,11 +69,18 @@ def prompt_feed(config: ExperimentConfig, tokenizer: Tokenizer) -> tuple[Sequenc
 
 
 def reward_worker(config: ExperimentConfig, mesh: Mesh) -> RewardWorker | SetRewards:
-    """One for all prompts, or one for each prompt set."""
+    """One for all prompts, or one for each prompt set; beside sets, files of `data.val_files` have all parts."""
     assert config.reward is not None, "checked by require_sound"
     if not config.data.sets:
         return build_reward_worker(config, config.reward, mesh)
-    return SetRewards({name: build_reward_worker(config, reward, mesh) for name, reward in set_rewards(config).items()})
+    sections = set_rewards(config)
+    workers = {name: build_reward_worker(config, section, mesh) for name, section in sections.items()}
+    if not config.data.val_files:
+        return SetRewards(workers)
+    # A set that has all parts lends its worker: another one would hold the models a second time.
+    full = next((workers[name] for name, section in sections.items() if section.parts == config.reward.parts), None)
+    full = full or build_reward_worker(config, config.reward, mesh)
+    return SetRewards(workers, {source_name(file): full for file in config.data.val_files})
 
 
 def with_dynamic_sampling(config: ExperimentConfig, collector: Collector) -> Collector | GroupFilter:

@@ -46,7 +46,7 @@ class Evaluator:
         self.rollout.release()
         metrics: dict[str, float] = {}
         for (name, prompts), samples in zip(self.sets.items(), responses, strict=True):
-            reward = self.reward.of(name) if isinstance(self.reward, SetRewards) else self.reward
+            reward = self.reward.held_out(name) if isinstance(self.reward, SetRewards) else self.reward
             summary = self._summary(samples, reward.score(samples), len(prompts))
             metrics |= {f"eval/{name}/{key}": value for key, value in summary.items()}
         return metrics

@@ -88,12 +88,15 @@ def sequence_mean(batch: ExperienceBatch, per_token: Tensor, mesh: Mesh) -> tupl
 
 
 def experience_metrics(
-    batch: ExperienceBatch, scored: ScoredBatch, mesh: Mesh, max_response_length: int
+    batch: ExperienceBatch, scored: ScoredBatch, kl_taken_off: Tensor, mesh: Mesh, max_response_length: int
 ) -> dict[str, float]:
-    """All metrics of SEMANTICS §8 that describe a step's experience, equal on every rank."""
+    """All metrics of SEMANTICS §8 that describe a step's experience, equal on every rank.
+
+    `kl_taken_off` [tokens] is β · KL, the penalty in the token rewards.
+    """
     out = _Reductions(mesh)
     _add_lengths(out, batch, max_response_length)
-    _add_rewards(out, batch, scored)
+    _add_rewards(out, batch, scored, kl_taken_off)
     is_measured = batch.old_log_probs is not batch.rollout_log_probs  # in bypass mode they are the same
     if is_measured:
         _add_mismatch(out, batch)
@@ -123,15 +126,13 @@ def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
     out.maximum("prompt_length/max", prompts)
 
 
-def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch) -> None:
-    rewards = sequence_sums(batch, batch.get("token_rewards"))
+def _add_rewards(out: _Reductions, batch: ExperienceBatch, scored: ScoredBatch, kl_taken_off: Tensor) -> None:
     scores = batch.get("scores").double()
     if batch.token_scores is not None:
         scores = scores + sequence_sums(batch, batch.token_scores)
     out.mean("reward/score", scores)
-    out.mean("reward/token_reward", rewards)
-    # What the KL penalty took off: a response of length 0 has neither.
-    out.mean("reward/kl_penalty", torch.where(response_lengths(batch) > 0, scores - rewards, 0.0))
+    out.mean("reward/token_reward", sequence_sums(batch, batch.get("token_rewards")))
+    out.mean("reward/kl_penalty", sequence_sums(batch, kl_taken_off))
     for name, values in scored.parts.items():
         asked = torch.tensor(values, dtype=torch.float64)
         out.mean(f"reward/parts/{name}", asked[~asked.isnan()])  # NaN: another prompt set's part

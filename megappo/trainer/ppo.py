@@ -58,7 +58,8 @@ class PPOTrainer:
             with step.phase("advantages"):
                 fresh = self.advantages.fill(batch)
                 batch = self.replay.mix(fresh, step)
-                step.record(experience_metrics(fresh, scored.batch, self.mesh, self.max_response_length))
+                taken_off = self.advantages.taken_off(fresh)
+                step.record(experience_metrics(fresh, scored.batch, taken_off, self.mesh, self.max_response_length))
                 step.record(self.advantages.update_coefficient(fresh))
             with step.phase("update_critic"):
                 for minibatch in minibatches(batch, self.plan.critic, seed=self.seed, step=step.number):

@@ -6,7 +6,6 @@ The policy itself comes from `trainer/dpo.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class ImplicitReward:
         if most == 0:
             return []
         rows = [*samples, *[PLACEHOLDER] * (most - len(samples))]
-        batch = ExperienceBatch.from_samples([dataclasses.replace(row, baseline_score=None) for row in rows])
+        batch = ExperienceBatch.from_samples(rows)
         rewards = self.beta * (self._log_probs_of(self.policy, batch) - self._log_probs_of(self.reference, batch))
         starts = batch.cu_seqlens.tolist()
         return [

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from megappo.config.reward import RULES, RewardConfig
 from megappo.errors import RewardError
@@ -25,11 +24,6 @@ class ScoredSamples:
 
     batch: ScoredBatch
     right: list[bool] | None
-
-    @property
-    def score_tensor(self) -> Tensor:
-        """[B] float32."""
-        return torch.tensor(self.batch.scores, dtype=torch.float32)
 
 
 class ScoringModel(Protocol):

@@ -10,10 +10,14 @@ from megappo.workers.scored_rows import joined_rows, taken
 
 
 class SetRewards:
-    """A reward worker for each prompt set, by the set's name, which is the `source` of its prompts."""
+    """A reward worker for each prompt set, by the set's name, which is the `source` of its prompts.
 
-    def __init__(self, workers: Mapping[str, RewardWorker]) -> None:
+    `files` has the one of each held-out file that is of no set, by the file's name in the metrics.
+    """
+
+    def __init__(self, workers: Mapping[str, RewardWorker], files: Mapping[str, RewardWorker] | None = None) -> None:
         self._workers = workers
+        self._files = files or {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -36,13 +40,15 @@ class SetRewards:
         self._workers[sample.prompt.source].begin(sample)
 
     def in_training(self) -> SetRewards:
-        """As for a `RewardWorker`, which closes what it gives out."""
+        """As for a `RewardWorker`, which closes what it gives out; held-out files are none of its business."""
         return SetRewards({name: worker.in_training() for name, worker in self._workers.items()})
 
-    def of(self, name: str) -> RewardWorker:
-        """The worker of one set."""
-        return self._workers[name]
+    def held_out(self, name: str) -> RewardWorker:
+        """The worker of one data set of the evaluation: a file of no set, or the held-out prompts of a set. A file may
+        have the name of a set without such prompts."""
+        return self._files[name] if name in self._files else self._workers[name]
 
     def close(self) -> None:
-        for worker in self._workers.values():
+        workers = [*self._workers.values(), *self._files.values()]
+        for worker in {id(worker): worker for worker in workers}.values():
             worker.close()

@@ -16,12 +16,13 @@ from megappo.algorithms.masked import SumOverRanks
 from megappo.algorithms.running import STD_EPS, RunningMoments
 from megappo.config.reward import RewardConfig
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.sample import RolloutSample
+from megappo.experience.sample import GreedyScore, RolloutSample
 from megappo.workers.reward import ScoredSamples
 
 
 class RewardShaping:
     """Shapes sequence scores in this order: normalise, clip, take the penalty off. Rewards of tokens stay as they are.
+    Greedy responses, which samples are compared with, are shaped alike and have no part in moments and metrics.
 
     `sum_over_ranks` adds up over data-parallel ranks, `max_response_length` is where the penalty is whole. A
     `SavedFile` of checkpoints: the moments of the run so far.
@@ -43,14 +44,16 @@ class RewardShaping:
         the call is no collective one.
         """
         scores = torch.tensor(scored.batch.scores, dtype=torch.float64)
-        penalties = self._overlong(samples)
+        penalties = self._overlong(torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64))
         if is_fresh:
             self._penalties = penalties
             if self._config.normalize != "none":
                 self._moments.update(scores, self._over_ranks)
         batch = ExperienceBatch.from_samples(samples)
-        if batch.baseline_scores is not None:
-            batch = batch.fill(baseline_scores=self._scaled(batch.baseline_scores.double()).float())
+        greedy = [sample.greedy for sample in samples if sample.greedy is not None]
+        if greedy:
+            assert len(greedy) == len(samples), "all samples of a step are compared with a greedy response, or none"
+            batch = batch.fill(baseline_scores=self._rewards_of(greedy).float())
         shaped = self._scaled(scores) - penalties
         return batch.fill(scores=shaped.float(), token_scores=token_scores(samples, scored))
 
@@ -80,12 +83,19 @@ class RewardShaping:
             scores = scores / (self._moments.std + STD_EPS)
         return scores if self._config.clip_range is None else scores.clamp(*self._config.clip_range)
 
-    def _overlong(self, samples: Sequence[RolloutSample]) -> Tensor:
-        """[samples] float64: 0 up to the buffer, then rising evenly to `penalty_factor` at the limit."""
+    def _rewards_of(self, greedy: Sequence[GreedyScore]) -> Tensor:
+        """[greedy] float64: R of each as a sample would have it, the sum of its token rewards; 0 without tokens."""
+        scores, tokens, lengths = (
+            torch.tensor(column, dtype=torch.float64)
+            for column in zip(*((one.score, one.token_score, one.length) for one in greedy), strict=True)
+        )
+        return torch.where(lengths > 0, self._scaled(scores) - self._overlong(lengths) + tokens, 0.0)
+
+    def _overlong(self, lengths: Tensor) -> Tensor:
+        """[B] float64, as `lengths`: 0 up to the buffer, then rising evenly to `penalty_factor` at the limit."""
         buffer = self._config.overlong_buffer
         if not buffer.enable:
-            return torch.zeros(len(samples), dtype=torch.float64)
-        lengths = torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.float64)
+            return torch.zeros(len(lengths), dtype=torch.float64)
         inside = (lengths - (self._max_response_length - buffer.len)).clamp(min=0)
         return buffer.penalty_factor * inside / buffer.len
 

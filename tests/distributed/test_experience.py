@@ -22,7 +22,7 @@ TURNS = [
     "actor.use_kl_loss=false", "actor.ppo_mini_batch_size=4", "rollout.n=4", "data.prefetch=true",
 ]  # fmt: skip
 RUN = [
-    "data.train_files=[]", "data.val_files=[]", "trainer.total_steps=3", "trainer.test_freq=1", "trainer.save_freq=1",
+    "data.train_files=[]", "trainer.total_steps=3", "trainer.test_freq=1", "trainer.save_freq=1",
     "trainer.best_metric=eval/odd/reward", "replay.size=20", "replay.fraction=0.5",
     "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3", "data.prefetch=true",
     "algorithm.filter_groups.when_short=fill", "trainer.evaluation.n=2", "trainer.evaluation.temperature=1",
@@ -52,7 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, Any]:
     experiment = write_run_experiment(folder)
     runs = {f"turns {name}": {"kind": "turns", "overrides": [*TURNS, *own]} for name, own in LAYOUTS.items()}
-    whole = [*RUN, sets(folder), parts("parity", "spread")]
+    # A held-out file of no set beside them.
+    whole = [*RUN, sets(folder), f"data.val_files=[{folder}/held_out.jsonl]", parts("parity", "spread")]
     runs["run dp2"] = {"kind": "run", "overrides": whole}
     own = ["layout.tp=2", "replay.storage=disk", "trainer.max_checkpoints=1"]
     runs["run tp2"] = {"kind": "run", "overrides": [*whole, *own]}
@@ -159,9 +160,10 @@ def test_layouts_replay_and_filter_alike(results: dict[str, Any], folder: Path) 
     names = (
         "replay/size", "replay/drawn", "replay/distinct", "replay/score", "replay/age", "filter_groups/kept",
         "filter_groups/num_gen_batches", "data/prompts_seen", "reward/score", "actor/pg_loss", "critic/vf_loss",
-        "reward/sets/odd", "eval/odd/reward", "eval/wide/reward",
+        "reward/sets/odd", "eval/odd/reward", "eval/wide/reward", "eval/held_out/reward",
     )  # fmt: skip
     for one, other in zip(lines(folder, "run dp2"), lines(folder, "run tp2"), strict=True):
+        assert "eval/held_out/reward" in one
         assert {name: one.get(name) for name in names} == pytest.approx(
             {name: other.get(name) for name in names}, abs=1e-4
         )

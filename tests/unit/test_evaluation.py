@@ -1,12 +1,23 @@
-"""pass@k against counting by hand, and which evaluation is the best."""
+"""pass@k against counting by hand, which reward scores which held-out prompts, and which evaluation is the best."""
 
+import json
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from megappo.data.tokenizer import load_tokenizer
 from megappo.errors import ConfigError
+from megappo.experience.sample import RolloutSample
 from megappo.trainer.best import BestEvaluation
-from megappo.trainer.evaluate import pass_at_k
+from megappo.trainer.build import load_evaluation_sets
+from megappo.trainer.build_experience import reward_worker
+from megappo.trainer.evaluate import Evaluator, pass_at_k
+from tests.support.experiments import small_experiment
+from tests.support.tiny_models import tiny_tokenizer
 
 
 @pytest.mark.parametrize("n", [1, 4, 7])
@@ -40,3 +51,54 @@ def test_the_first_of_equal_evaluations_is_the_best_over_resumes() -> None:
 def test_a_metric_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'eval/a/acc' is not in the evaluation; there is eval/a/reward"):
         BestEvaluation("eval/a/acc").improves(0, {"eval/a/reward": 1.0})
+
+
+class SameAnswer:
+    """Stands for the rollout worker: one response to every prompt."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def sync_weights(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def sample(self, prompts: Any, positions: Any, *rest: Any) -> list[RolloutSample]:
+        return [RolloutSample(prompts[one], one, 0, (3,), (0.0,), self._text, "stop") for one in positions]
+
+
+# Both parts find "7" right, only the second one, whose weight is ½, "#### 7".
+@pytest.mark.parametrize(
+    ("response", "of_first", "of_file"), [("7", 1.0, 1.5), ("#### 7", 0.0, 0.5)], ids=["plain", "marked"]
+)
+# One of two sets may have all parts, which is then the worker of the file too; the file may have a set's name.
+@pytest.mark.parametrize("second", ["[last]", "[]"])
+@pytest.mark.parametrize("name", ["held", "second"])
+def test_held_out_files_beside_prompt_sets_are_scored_by_all_parts(
+    tmp_path: Path, response: str, of_first: float, of_file: float, second: str, name: str
+) -> None:
+    for file in ("first", name):
+        (tmp_path / f"{file}.jsonl").write_text(json.dumps({"prompt": "3+4=", "answer": "7"}) + "\n")
+    config = small_experiment(
+        tmp_path,
+        "data.train_files=[]",
+        f"data.val_files=[{tmp_path}/{name}.jsonl]",
+        f"data.sets=[{{name: first, files: [{tmp_path}/first.jsonl], val_files: [{tmp_path}/first.jsonl], "
+        f"reward: [correct]}}, {{name: second, files: [{tmp_path}/first.jsonl], reward: {second}}}]",
+        "data.apply_chat_template=false",
+        "reward.parts=[{name: correct, kind: exact_match}, {name: last, kind: gsm8k, weight: 0.5}]",
+    )
+    group = SimpleNamespace(size=lambda: 1)
+    mesh: Any = SimpleNamespace(
+        dp_group=group, sequence_group=group, group_leader=0, is_group_leader=True, dp_rank=0, dp=1,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    sets = load_evaluation_sets(config, load_tokenizer(tiny_tokenizer(tmp_path / "tokenizer")))
+    reward, rollout, sampling = reward_worker(config, mesh), SameAnswer(response), SimpleNamespace()
+    evaluator = Evaluator(mesh, sets, rollout, reward, config.trainer.evaluation, sampling)  # type: ignore[arg-type]
+    found = evaluator.run()
+    assert {key: value for key, value in found.items() if key.endswith("/reward")} == {
+        f"eval/{name}/reward": of_file,
+        "eval/first/reward": of_first,
+    }
+    reward.close()

@@ -1,5 +1,6 @@
 """The replay buffer: weights and draws against hand arithmetic, what leaves and returns, and what survives a save."""
 
+import sqlite3
 from collections import Counter
 from pathlib import Path
 
@@ -100,6 +101,60 @@ def test_a_sequence_comes_back_as_it_was() -> None:
     assert row.old_log_probs.tolist() == [-5, -6, -7, -8]  # the policy of the same step: the ratio is 1
     later = restored(rows[1][1], position=9, step=4)
     assert later.old_log_probs.tolist() == [-2.5, -3.0, -3.5, -4.0]  # the engine's own: the policy that sampled
+
+
+@pytest.mark.parametrize(
+    ("filtration", "weights"),
+    [("power", [2.25, 0.25, 16, 0]), ("max_min", [1, 1, 1, 1]), ("max_random", [0.1, 0.4, 0.4, 0.1])],
+)
+def test_rewards_of_tokens_are_part_of_what_sequences_are_drawn_by(
+    filtration: Filtration, weights: list[float]
+) -> None:
+    """Two groups, worth -1½ and ½, 1 + 3 and nothing; an environment's token, masked, has one that does not count."""
+    batch = ExperienceBatch.from_sequences([[5, 6, 7]] * 4, [1] * 4, positions=range(4))
+    batch.response_mask[4] = False
+    tokens = torch.tensor([0, -1, -0.5, 0, 99, 0.5, 0, 2, 1, 0, 0, 0])
+    batch = batch.fill(scores=torch.tensor([0.0, 0, 1, 0]), old_log_probs=torch.zeros(12), token_scores=tokens)
+    rows = [row for _, row in stored(batch, step=1, group_of=lambda position: position // 2)]
+    assert [row.score for row in rows] == [-1.5, 0.5, 4, 0]
+    found = filtration_weights(filtration, 2.0, [row.score for row in rows], [row.group for row in rows])
+    assert found.tolist() == weights
+    # The score and the tokens' rewards come back apart.
+    row = restored(rows[2], position=0, step=1)
+    assert row.scores.tolist() == [1] and row.token_scores.tolist() == [0, 2, 1]
+
+
+def test_sequences_whose_tokens_alone_have_rewards_are_drawn() -> None:
+    batch = ExperienceBatch.from_sequences([[5, 6]] * 2, [1] * 2, positions=range(2))
+    batch = batch.fill(scores=torch.zeros(2), old_log_probs=torch.zeros(4), token_scores=torch.tensor([0, 0.5, 0, 0.0]))
+    buffer = ReplayBuffer(2, "power", 2.0, seed=1)
+    buffer.push([row for _, row in stored(batch, step=1, group_of=lambda position: 0)])
+    drawn = buffer.draw(5, step=1)
+    assert [buffer.read(one).score for one in drawn] == [0.5] * 5
+    buffer.close()
+
+
+def test_a_checkpoint_of_before_stays_readable(tmp_path: Path) -> None:
+    """The same table, with scores that leave the tokens' rewards out."""
+    batch = ExperienceBatch.from_sequences([[5, 6]], [1], positions=[0])
+    tokens = torch.tensor([0, 0.5])
+    batch = batch.fill(scores=torch.tensor([2.0]), old_log_probs=torch.zeros(2), token_scores=tokens)
+    ((_, row),) = stored(batch, step=1, group_of=lambda position: 7)
+    with sqlite3.connect(tmp_path / "replay.sqlite") as file:
+        file.execute(
+            "CREATE TABLE sequences (id INTEGER PRIMARY KEY, step INTEGER, prompt INTEGER, score REAL, content BLOB)"
+        )
+        file.execute("INSERT INTO sequences VALUES (3, 1, 7, 2.0, ?)", (row.content,))
+    file.close()
+    buffer = ReplayBuffer(4, "power", 2.0, seed=1)
+    buffer.load(tmp_path / "replay.sqlite")
+    (identity,) = set(buffer.draw(4, step=2))
+    old = buffer.read(identity)
+    assert (identity, old.step, old.group, old.score) == (3, 1, 7, 2.0)
+    assert restored(old, position=5, step=2).token_scores.tolist() == [0, 0.5]
+    buffer.push([row])
+    assert [buffer.read(one).score for one in (3, 4)] == [2.0, 2.5]
+    buffer.close()
 
 
 def test_joined_rows_keep_what_all_have() -> None:

@@ -11,7 +11,7 @@ from megappo.algorithms.masked import one_rank
 from megappo.algorithms.running import RunningMoments
 from megappo.config.reward import RewardConfig
 from megappo.experience.batch import ExperienceBatch
-from megappo.experience.sample import Prompt, RolloutSample
+from megappo.experience.sample import GreedyScore, Prompt, RolloutSample
 from megappo.rewards.function import as_reward
 from megappo.rewards.reward import Reward, ScoredBatch
 from megappo.workers.reward import ScoredSamples
@@ -24,10 +24,10 @@ def shaping(limit: int = 10, **settings: object) -> RewardShaping:
     return RewardShaping(RewardConfig.model_validate({"parts": PARTS} | settings), one_rank, limit)
 
 
-def sample(length: int, position: int = 0, baseline: float | None = None) -> RolloutSample:
+def sample(length: int, position: int = 0, greedy: GreedyScore | None = None) -> RolloutSample:
     prompt = Prompt(0, "made", (7, 8), "")
     ids = tuple(range(10, 10 + length))
-    return RolloutSample(prompt, position, 0, ids, (0.0,) * length, "", "stop", baseline_score=baseline)
+    return RolloutSample(prompt, position, 0, ids, (0.0,) * length, "", "stop", greedy=greedy)
 
 
 def batch(shaped: RewardShaping, scores: list[float], lengths: list[int] | None = None) -> ExperienceBatch:
@@ -96,9 +96,20 @@ def test_clipping_comes_after_normalisation_and_before_the_penalty() -> None:
 
 def test_greedy_baselines_are_on_the_scale_of_the_scores() -> None:
     made = shaping(normalize="standard", clip_range=[-1.0, 0.5])
-    samples = [sample(1, place, baseline=4.0) for place in range(3)]
+    samples = [sample(1, place, greedy=GreedyScore(4.0, 0.0, 1)) for place in range(3)]
     shaped = made.batch(samples, ScoredSamples(ScoredBatch([2.0, 4.0, 9.0], {}, [{}] * 3, []), None))
     assert shaped.get("baseline_scores").tolist() == pytest.approx([-1.0 / numpy.std([2, 4, 9], ddof=1)] * 3)
+
+
+def test_greedy_responses_lose_their_own_penalty_and_keep_the_rewards_of_their_tokens() -> None:
+    """Of the greedy response without tokens nothing is left, as of such a sample."""
+    made = shaping(clip_range=[-1.0, 2.0], overlong_buffer={"enable": True, "len": 4, "penalty_factor": 0.5})
+    greedy = [GreedyScore(5.0, 0.25, 10), GreedyScore(1.0, 3.0, 8), GreedyScore(1.0, 0.0, 6), GreedyScore(-1.0, 0.0, 0)]
+    samples = [sample(7, place, one) for place, one in enumerate(greedy)]
+    shaped = made.batch(samples, ScoredSamples(ScoredBatch([0.0] * 4, {}, [{}] * 4, []), None))
+    assert shaped.get("baseline_scores").tolist() == [2.0 - 0.5 + 0.25, 1.0 - 0.25 + 3.0, 1.0, 0.0]
+    assert scores_of(shaped) == [-0.125] * 4
+    assert made.metrics() == {"reward/overlong_penalty": pytest.approx(0.125)}  # the samples' alone
 
 
 def test_rewards_of_tokens_stand_at_their_tokens() -> None:
