@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from megappo.config.requests import (
     Command,
     ConvertRequest,
@@ -26,7 +28,7 @@ from megappo.config.requests import (
 from megappo.errors import ExitCode
 from megappo.launcher.environment import LAUNCHER_PID, failure_folder, own_rank
 from megappo.launcher.failure import FAILURE_DIR, Failure, claim_failure
-from megappo.launcher.run_status import record_end
+from megappo.launcher.run_status import record_begin, record_end
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
@@ -50,6 +52,8 @@ def run_rank(request: Request) -> ExitCode:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     at_end = ExitStack()
     try:
+        if own_rank() == 0:
+            record_begin(request)
         code = _dispatch(request, at_end)
         # All is saved. Python gives signals their deadly default back while it ends, but for those that are ignored.
         for number in STOP_SIGNALS:
@@ -84,8 +88,11 @@ def _close_in_time(at_end: ExitStack) -> None:
 
 def report_failure(failure: Failure) -> bool:
     """Claims the run's failure, and says whether this is the first, which is printed unless a local launcher does."""
-    is_first = claim_failure(failure_folder(), failure)
-    if is_first and FAILURE_DIR not in os.environ:
+    try:
+        is_first, is_kept = claim_failure(failure_folder(), failure), True
+    except (OSError, psutil.Error):  # the temporary folder is full, say: better told by every rank than by none
+        is_first, is_kept = True, False
+    if is_first and not (is_kept and FAILURE_DIR in os.environ):
         print(failure.text, file=sys.stderr, flush=True)
     return is_first
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`runs/NAME`. One rank writes the shared files; each rank writes its own log."""
+    """`runs/NAME`. One rank writes the shared files; each rank writes its own log, and a failing one `status.json`."""
 
     path: Path
 
@@ -43,17 +44,33 @@ class RunFolder:
         (self.path / "config.yaml").write_text(config_yaml, encoding="utf-8")
         (self.path / "environment.json").write_text(json.dumps(environment, indent=1), encoding="utf-8")
 
+    def begin(self) -> None:
+        """A new attempt at the run: a failure that `status.json` tells of by now is that of an earlier one."""
+        if self._last()["state"] == "failed":
+            self._write_status("running", self._last()["step"], None)
+
     def status(self, state: str, step: int, exit_code: int | None = None) -> None:
-        """Replaces `status.json` in one piece: `state` is running, done, stopped or failed."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        entry = {"state": state, "step": step, "exit_code": exit_code, "pid": os.getpid(), "time": time.time()}
-        replace_file(self.path / "status.json", json.dumps(entry, indent=1))
+        """Replaces `status.json` in one piece: `state` is running, done or stopped. A failure of this attempt, which
+        another rank has told since `begin`, stays."""
+        if self._last()["state"] != "failed":
+            self._write_status(state, step, exit_code)
 
     def failed(self, exit_code: int) -> None:
         """Marks the run as failed at the step that `status.json` names, 0 where it had not begun."""
-        file = self.path / "status.json"
-        step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.exists() else 0
-        self.status("failed", step, exit_code)
+        self._write_status("failed", self._last()["step"], exit_code)
+
+    def _last(self) -> dict[str, Any]:
+        """What `status.json` says; of a run that has none, or one that a crash of the machine has cut, nothing."""
+        try:
+            entry = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+            return {"state": entry["state"], "step": entry["step"]}
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
+            return {"state": None, "step": 0}
+
+    def _write_status(self, state: str, step: int, exit_code: int | None) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        entry = {"state": state, "step": step, "exit_code": exit_code, "pid": os.getpid(), "time": time.time()}
+        replace_file(self.path / "status.json", json.dumps(entry, indent=1))
 
     def event(self, step: int, kind: str, **details: Any) -> None:
         """Appends one line to `events.jsonl`."""
@@ -70,7 +87,11 @@ class RunFolder:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old one or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    """Writes a file so that a reader sees the old one or the new one, never a part. Of writers the last wins."""
+    # A name of its own for each: of processes that shared one, all but the first would find it gone.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

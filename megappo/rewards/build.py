@@ -28,6 +28,8 @@ INLINE_RULES: dict[str, RewardFunction] = {
     "answer_line": answer_line,
 }
 MAX_PROCESSES = 8
+NODE_CORES = "MEGAPPO_NODE_CORES"
+"""Environment variable: cores of all ranks on this machine together, set by `join_slurm` of launch/env.sh."""
 NEEDED = {"function": "function", "url": "http", "path": "model", "policy": "implicit"}
 """Setting of a part → the kind that needs it, and the only one that takes it."""
 
@@ -62,7 +64,7 @@ def build_reward(config: RewardConfig, num_processes: int | None = None) -> Rewa
             pooled.append(Part(part.name, MATH_VERIFY))
         elif part.kind == "http":
             services[part.name] = HttpPart(part, config.timeout_seconds)
-    size = num_processes or _share_of_cores()
+    size = num_processes or share_of_cores()
     pool = RewardPool(pooled, frozenset(async_parts), size, config.timeout_seconds)
     return RewardScorer(config, pool, pooled, services)
 
@@ -74,10 +76,14 @@ def _imported(where: str, function: str) -> Callable[..., Any]:
         raise RewardError(f"{where}: {error}") from error
 
 
-def _share_of_cores() -> int:
-    # torchrun and Slurm launchers say how many ranks share this machine; alone, all cores are ours.
+def share_of_cores() -> int:
+    """Reward processes that this rank may keep busy beside those of the other ranks here, 1 to 8."""
+    # torchrun and Slurm launchers say how many ranks share this machine; alone, all cores are ours. Ranks see the cores
+    # that they share, but for tasks that Slurm has bound to cores of their own: of those, it tells how many all have.
+    ours = len(os.sched_getaffinity(0))
+    shared = int(os.environ.get(NODE_CORES, ours))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // ranks_here))
+    return max(1, min(MAX_PROCESSES, ours, shared // ranks_here))
 
 
 class TooManyFailed(RewardError):

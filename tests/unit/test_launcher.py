@@ -15,8 +15,10 @@ import pytest
 from megappo.config.layout import LayoutConfig
 from megappo.config.requests import ConvertRequest, EvaluateRequest, GenerateRequest, TrainRequest, layout_options
 from megappo.errors import ConfigError, ExitCode
-from megappo.launcher.failure import Failure
+from megappo.launcher.failure import FAILURE_DIR, Failure
 from megappo.launcher.local import RankProgram, run_local
+from megappo.launcher.rank import report_failure
+from megappo.observe.run_folder import RunFolder
 from tests.support.experiments import small_experiment, write_experiment
 
 # Each program may use `rank`, and ends as it likes.
@@ -176,6 +178,65 @@ program.run_rank(ConvertRequest.model_validate_json({request!r}))
     assert code == ExitCode.FAILED and told.count("Traceback") == 1 and "the cause" in told
     assert [(tmp_path / f"closed-{rank}").read_text() for rank in range(2)] == ["the cause"] * 2
     assert seconds < 30
+
+
+TRAINING = """
+from megappo.config.load import load_experiment
+from megappo.config.requests import TrainRequest
+from megappo.errors import DataError
+from megappo.launcher import rank as program
+from megappo.observe.run_folder import RunFolder
+config = load_experiment({file!r}, ["trainer.run_dir={folder}"])
+folder = RunFolder(Path(r"{folder}"))
+program._dispatch = lambda request, at_end: dispatch(at_end)
+program.run_rank(TrainRequest(config=config))
+"""
+
+
+def test_a_mistake_stays_one_where_the_status_cannot_be_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = f"""
+def dispatch(at_end):
+    at_end.callback(Path(r"{tmp_path}", "closed").touch)
+    folder.path.touch()  # a file where the folder of the run should be
+    raise DataError("train.jsonl:3: is not JSON")
+"""
+    training = TRAINING.format(file=str(write_experiment(tmp_path)), folder=tmp_path / "run")
+    code, _ = run(body + training, num_ranks=1)
+    told = capfd.readouterr().err
+    assert code is ExitCode.BAD_INPUT and (tmp_path / "closed").exists()
+    assert told.endswith("error: train.jsonl:3: is not JSON\n") and "Traceback" not in told
+    assert "run/status.json: cannot be marked as failed: " in told
+
+
+def test_a_failure_of_an_earlier_attempt_is_over_when_rank_0_begins(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    RunFolder(run_dir).status("running", 4)
+    RunFolder(run_dir).failed(1)
+    body = f"""
+while rank == 1 and "failed" in Path(r"{run_dir}", "status.json").read_text():
+    time.sleep(0.02)
+def dispatch(at_end):
+    if rank == 1:
+        raise DataError("of this attempt")
+    while "failed" not in Path(r"{run_dir}", "status.json").read_text():
+        time.sleep(0.02)
+    folder.status("running", 5)  # late
+    return 0
+"""
+    assert run(body + TRAINING.format(file=str(write_experiment(tmp_path)), folder=run_dir), 2)[0] is ExitCode.BAD_INPUT
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("failed", 4, 2)
+
+
+def test_failure_that_cannot_be_claimed_is_told_by_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(FAILURE_DIR, str(tmp_path / "file" / "claims"))
+    assert report_failure(Failure.of(ConfigError("the cause"), 0))
+    assert capfd.readouterr().err == "error: the cause\n"
 
 
 def test_a_signal_after_the_last_step_kills_no_rank(tmp_path: Path) -> None:

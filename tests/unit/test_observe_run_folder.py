@@ -27,11 +27,60 @@ def test_status_is_replaced_and_a_failure_keeps_the_step(tmp_path: Path) -> None
     folder = RunFolder(tmp_path / "runs" / "a")
     folder.failed(2)
     assert status_of(folder) == ("failed", 0, 2)
+    folder.begin()
     folder.status("running", 7)
     assert status_of(folder) == ("running", 7, None)
     folder.failed(1)
     assert status_of(folder) == ("failed", 7, 1)
     assert [path.name for path in folder.path.iterdir()] == ["status.json"]
+
+
+def test_a_failure_is_not_undone_by_what_the_writing_rank_says_later(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a")
+    folder.begin()
+    assert not folder.path.exists(), "a run that is refused leaves nothing"
+    folder.status("running", 5)
+    folder.failed(2)
+    for state in ("running", "done"):
+        folder.status(state, 6)
+        assert status_of(folder) == ("failed", 5, 2)
+    folder.begin()
+    assert status_of(folder) == ("running", 5, None)
+    folder.status("done", 8, 0)
+    folder.begin()
+    assert status_of(folder) == ("done", 8, 0), "as it was left, until the run has started"
+
+
+def test_status_that_a_crash_has_cut_counts_as_none(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for content in ("", '{"state": "run', "[]", "{}"):
+        (tmp_path / "status.json").write_text(content)
+        folder.begin()
+        folder.failed(1)
+        assert status_of(folder) == ("failed", 0, 1)
+
+
+def test_nodes_that_fail_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node writes all of its file between the two halves of this one's writing."""
+    folder, replace, codes = RunFolder(tmp_path), os.replace, [3]
+
+    def held_up(source: Path, target: Path) -> None:
+        if codes:
+            folder.failed(codes.pop())
+            assert status_of(folder) == ("failed", 0, 3)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", held_up)
+    folder.failed(2)
+    assert status_of(folder) == ("failed", 0, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_end_that_cannot_be_recorded_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "runs").write_text("a file where the folder of runs should be")
+    record_end(TrainRequest(config=small_experiment(tmp_path)), ExitCode.BAD_INPUT)
+    (told,) = caplog.messages
+    assert told.startswith(f"{tmp_path}/runs/test/status.json: cannot be marked as failed: ")
 
 
 def test_end_of_a_request_is_recorded_where_a_run_failed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megappo.config.reward import RewardConfig
 from megappo.errors import ConfigError, RewardError
-from megappo.rewards.build import RewardScorer, build_reward
+from megappo.rewards.build import NODE_CORES, RewardScorer, build_reward, share_of_cores
 from megappo.rewards.function import load_function
 from tests.support.samples import make_sample
 
@@ -363,3 +363,25 @@ def children() -> list[int]:
     return [
         pid for pid, (state, parent, own) in found if int(parent) == os.getpid() and int(own) == pid and state != "Z"
     ]
+
+
+@pytest.mark.parametrize(
+    ("seen", "ranks", "on_node", "expected"),
+    [
+        (6, None, None, 6), (64, None, None, 8),  # alone
+        (64, 8, None, 8), (32, 8, None, 4), (16, 8, None, 2), (4, 8, None, 1),  # torchrun: all see all
+        (8, 8, 64, 8), (4, 8, 32, 4), (2, 8, 16, 2), (1, 8, 8, 1),  # tasks that Slurm has bound
+        (32, 8, 32, 4), (128, 8, 32, 4),  # tasks that it has not: the job's cores, or the whole machine's
+        (6, 1, 6, 6), (1, 8, 64, 1),
+    ],
+)  # fmt: skip
+def test_reward_processes_are_the_rank_s_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, seen: int, ranks: int | None, on_node: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(seen)))
+    for name, value in (("LOCAL_WORLD_SIZE", ranks), (NODE_CORES, on_node)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, str(value))
+    assert share_of_cores() == expected
