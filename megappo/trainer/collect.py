@@ -72,20 +72,25 @@ class GroupFilter:
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups that are all worth the same teach nothing and are replaced.
 
     Samples whole batches until a step's number of groups differ. The surplus of the last batch is dropped: at the next
-    step it would be another policy's.
+    step it would be another policy's. A signal to stop is heard between batches.
     """
 
     collector: Collector
     config: FilterGroupsConfig
 
-    def collect(self, step: Step) -> Collected:
-        """Raises ConfigError on every rank where `max_num_gen_batches` were not enough and that is an error."""
+    def collect(self, step: Step) -> Collected | None:
+        """None where the step is given up for a signal to stop. Raises ConfigError on every rank where
+        `max_num_gen_batches` were not enough and that is an error."""
         plan, mesh, config = self.collector.plan, self.collector.mesh, self.config
         lots: list[Collected] = []
         kept: list[tuple[int, int]] = []
         uniform: list[tuple[int, int]] = []
         total = 0.0
         while len(kept) < plan.prompts and not (config.max_num_gen_batches and len(lots) >= config.max_num_gen_batches):
+            if lots:
+                step.event("further_batch", batches=len(lots), kept=len(kept), needed=plan.prompts)
+                if step.gives_up():
+                    return None
             lot = self.collector.one_batch(step, len(lots))
             for prompt, values in enumerate(group_values(lot, config.metric, plan.n, mesh)):
                 total += sum(values)
@@ -103,8 +108,8 @@ class GroupFilter:
         if missing > 0 and config.when_short == "error":
             raise ConfigError(
                 f"algorithm.filter_groups.max_num_gen_batches: {config.max_num_gen_batches} batches of prompts gave "
-                f"{len(kept)} groups that differ in {config.metric!r}, and a step needs {plan.prompts}; set it higher, "
-                "rollout.n higher, or algorithm.filter_groups.when_short=fill"
+                f"{len(kept)} groups that differ in {config.metric!r}, and step {step.number} needs {plan.prompts}; "
+                "set it higher (0: no limit), rollout.n higher, or algorithm.filter_groups.when_short=fill"
             )
         chosen = (kept + uniform[: max(missing, 0)])[: plan.prompts]
         return dealt_again(lots, chosen, plan, mesh)
