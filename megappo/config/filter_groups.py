@@ -13,7 +13,8 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Train only on groups that differ in `metric`."""
     metric: str = "score"
-    """What has to differ: `score`, `acc` (whether every rule part finds a response right), or a reward part's name."""
+    """What has to differ: `score`, `acc` (whether every rule part finds a response right), or a reward part's name.
+    Every prompt set needs it."""
     max_num_gen_batches: int = Field(10, ge=0)
     """Batches of prompts that a step samples at most; 0 is no limit: such a step may never end."""
     when_short: Literal["error", "fill"] = "error"
