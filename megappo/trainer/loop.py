@@ -103,6 +103,7 @@ class Step:
         self._world_size = world_size
         self.metrics: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
+        self._num_generated = 0
         self._clock = Stopwatch()
         self._reporter = reporter
 
@@ -140,10 +141,14 @@ class Step:
         """Metrics of one of the step's optimizer steps; the step reports their mean."""
         self._updates.append(dict(metrics))
 
+    def count_generated(self, num_tokens: int) -> None:
+        """Tokens that all ranks generated in the phase `rollout`, whether or not they are trained on."""
+        self._num_generated += num_tokens
+
     def finish(self, num_tokens: int) -> None:
         """Ends the step's clock. `num_tokens` are the tokens of its sequences over all ranks, prompts included."""
         self.metrics |= mean_of(self._updates) | self._clock.times()
-        self.metrics |= throughput(self.metrics, num_tokens, self._world_size)
+        self.metrics |= throughput(self.metrics, num_tokens, self._num_generated, self._world_size)
         self.metrics["perf/peak_memory_bytes"] = float(self._peak.of_run)
 
 
@@ -330,9 +335,9 @@ class Loop:
         self._reporter.finish(total, self.outcome)
 
 
-def throughput(metrics: Mapping[str, float], num_tokens: int, world_size: int) -> dict[str, float]:
-    """`perf/…` of a step and `rollout/tokens_per_second` (response tokens, all ranks), from its times."""
+def throughput(metrics: Mapping[str, float], num_tokens: int, num_generated: int, world_size: int) -> dict[str, float]:
+    """`perf/…` of a step and `rollout/tokens_per_second` (generated tokens, all ranks), from its times."""
     rates = {"perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size}
     if metrics.get("time/rollout"):
-        rates["rollout/tokens_per_second"] = metrics.get("response_length/total", 0.0) / metrics["time/rollout"]
+        rates["rollout/tokens_per_second"] = num_generated / metrics["time/rollout"]
     return rates

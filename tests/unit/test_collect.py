@@ -9,12 +9,19 @@ import torch
 
 from megappo.config.filter_groups import FilterGroupsConfig
 from megappo.errors import ConfigError, ExitCode
+from megappo.experience.batch import ExperienceBatch
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.observe.memory import PeakMemory
 from megappo.rewards.reward import ScoredBatch
-from megappo.trainer.collect import Collected, GroupFilter
-from megappo.trainer.loop import Loop, Step
+from megappo.trainer.baseline import NoBaseline
+from megappo.trainer.collect import Collected, Collector, GroupFilter
+from megappo.trainer.experience_metrics import experience_metrics
+from megappo.trainer.loop import Loop, Step, throughput
 from megappo.workers.reward import ScoredSamples
+from megappo.workers.reward_sets import SetRewards
+from megappo.workers.rollout import RolloutWorker
+
+ALONE: Any = SimpleNamespace(dp_group=SimpleNamespace(size=lambda: 1), dp_rank=0, device=torch.device("cpu"))
 
 
 class Told:
@@ -38,8 +45,7 @@ class Lots:
     def __init__(self, *scores: list[float]) -> None:
         self.scores = scores
         self.plan = SimpleNamespace(prompts=2, n=2, sequences=4, positions_of=lambda rank: range(4))
-        group = SimpleNamespace(size=lambda: 1)
-        self.mesh: Any = SimpleNamespace(dp_group=group, dp_rank=0, device=torch.device("cpu"))
+        self.mesh = ALONE
         self.made: list[int] = []
 
     def one_batch(self, step: Step, number: int) -> Collected:
@@ -52,6 +58,8 @@ class Lots:
         scores = self.scores[number]
         batch = ScoredBatch(list(scores), {"part": list(scores)}, [{} for _ in scores], [])
         return Collected(samples, ScoredSamples(batch, None))
+
+    def describe(self, step: Step, lots: list[Collected]) -> None: ...
 
 
 UNIFORM, ONE, BOTH = [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]
@@ -149,3 +157,88 @@ def given_up_at(number: int, resume: str) -> list[tuple[int, dict[str, int]]]:
     reason = f"a signal asked to stop, in the middle of step {number}, which is made anew"
     assert told.events[-2:] == [(number - 1, "stopped", {"reason": reason}), (number - 1, "finish", {"code": 75})]
     return saves
+
+
+def dialogue(position: int, source: str, mask: list[bool], finish: Any = "stop") -> RolloutSample:
+    """A response of several turns, True where the policy speaks, to a prompt of 3 tokens."""
+    prompt = Prompt(position // 2, source, (1, 1, 1), "x")
+    ids, log_probs = tuple(range(len(mask))), (0.0,) * len(mask)
+    return RolloutSample(prompt, position, position % 2, ids, log_probs, "t", finish, mask=tuple(mask))
+
+
+ONE_TURN, TWO_TURNS = [True, True], [True, False, False, True]
+LOT_MASKS = [[ONE_TURN] * 4, [TWO_TURNS] * 3 + [ONE_TURN]]
+LOT_SCORES = [[1.0, 1.0, 0.0, 1.0], [0.0, 2.0, 5.0, 4.0]]
+SWITCHES = [
+    {"hybrid/bytes_sent": 100.0, "hybrid/bytes_copied": 10.0, "hybrid/seconds": 0.5, "hybrid/turn_seconds": 2.0,
+     "hybrid/peak_bytes": 7.0, "hybrid/held_awake_bytes": 3.0, "hybrid/probe_diff_mean": 0.25},
+    {"hybrid/bytes_sent": 100.0, "hybrid/bytes_copied": 10.0, "hybrid/seconds": 0.75, "hybrid/turn_seconds": 1.0,
+     "hybrid/peak_bytes": 5.0, "hybrid/held_awake_bytes": 4.0},
+]  # fmt: skip
+
+
+def collected_by(what: type[GroupFilter] | None) -> Step:
+    """A step of the real collector, with or without dynamic sampling: prompts of set a, then of set b, in each lot."""
+    numbers = iter(range(2))
+    rollout: Any = object.__new__(RolloutWorker)
+    rollout._turns, rollout._mesh = "some", ALONE
+
+    def generate(*rest: Any, batch: int) -> list[RolloutSample]:
+        made = enumerate(LOT_MASKS[batch])
+        return [dialogue(at, "ab"[at // 2], mask, "error" if at == 3 else "stop") for at, mask in made]
+
+    def score(samples: list[RolloutSample]) -> ScoredSamples:
+        scores = LOT_SCORES[next(numbers)]
+        return ScoredSamples(ScoredBatch(list(scores), {}, [{} for _ in scores], []), None)
+
+    rollout.generate = generate
+    switches = iter(SWITCHES)
+    switch: Any = SimpleNamespace(to_rollout=lambda step: next(switches), to_training=lambda: None)
+    reward: Any = SetRewards({"a": None, "b": None})  # type: ignore[dict-item]
+    reward.score = score
+    plan: Any = Lots().plan
+    feed: Any = SimpleNamespace(next_batch=lambda: [None, None])
+    collector = Collector(feed, plan, ALONE, switch, rollout, reward, NoBaseline())
+    step = step_of(Told())
+    assert (GroupFilter(collector, FilterGroupsConfig(enable=True)) if what else collector).collect(step) is not None
+    return step
+
+
+def test_a_steps_metrics_are_of_all_its_lots() -> None:
+    """Of the first lot group b differs, of the second both do: the first responses to a are left out, and count."""
+    step = collected_by(GroupFilter)
+    assert step.metrics["filter_groups/num_gen_batches"] == 2
+    expected = {
+        "hybrid/bytes_sent": 200.0, "hybrid/bytes_copied": 20.0, "hybrid/seconds": 1.25, "hybrid/turn_seconds": 3.0,
+        "hybrid/peak_bytes": 7.0, "hybrid/held_awake_bytes": 4.0, "hybrid/probe_diff_mean": 0.25,
+        "rollout/turns": (4 * 1 + 3 * 2 + 1) / 8, "rollout/environment_tokens": 3 * 2 / 8,
+        "rollout/environment_errors": 2.0,
+        "reward/sets/a": (1 + 1 + 0 + 2) / 4, "reward/sets/b": (0 + 1 + 5 + 4) / 4,
+    }  # fmt: skip
+    assert {name: step.metrics[name] for name in expected} == expected
+    step._clock._phases["rollout"] = 4.0
+    step.finish(num_tokens=40)
+    assert step.metrics["rollout/tokens_per_second"] == pytest.approx(16 / 4)  # each response has 2 of the policy
+
+
+def test_a_step_of_one_lot_says_what_that_lot_says() -> None:
+    step = collected_by(None)
+    assert {name: step.metrics[name] for name in SWITCHES[0]} == SWITCHES[0]
+    assert step.metrics["rollout/turns"] == 1 and step.metrics["reward/sets/b"] == 0.5
+
+
+def test_generated_tokens_make_the_rate_of_the_rollout() -> None:
+    metrics = {"time/step": 10.0, "time/rollout": 4.0, "response_length/total": 20.0}
+    expected = {"perf/tokens_per_second_per_gpu": 300 / 10 / 2, "rollout/tokens_per_second": 100 / 4}
+    assert throughput(metrics, num_tokens=300, num_generated=100, world_size=2) == expected
+
+
+def test_a_response_is_at_its_limit_with_the_environments_tokens() -> None:
+    """Of 4 tokens: two turns with 2 of the environment between them, 4 of the policy, 3, and none."""
+    masks = [TWO_TURNS, [True] * 4, [True] * 3, []]
+    batch = ExperienceBatch.from_samples([dialogue(at, "a", mask) for at, mask in enumerate(masks)])
+    zeros = torch.zeros(batch.num_tokens)
+    batch = batch.fill(token_rewards=zeros, old_log_probs=batch.rollout_log_probs.clone(), scores=torch.zeros(4))
+    found = experience_metrics(batch, ScoredBatch([0.0] * 4, {}, [{}] * 4, []), ALONE, 4)
+    assert found["response_length/clip_ratio"] == 2 / 4
+    assert (found["response_length/mean"], found["response_length/max"]) == ((2 + 4 + 3 + 0) / 4, 4)
