@@ -1,9 +1,11 @@
 """Rules about prompt sets, replay, dynamic sampling, turns, and what the best checkpoint is."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.problem import Problem, typed
+from megappo.config.reward import RewardPartConfig
 
 GROUP_FREE = ("gae", "vapo", "reinforce_plus_plus")
 """Estimators that see each sequence by itself."""
@@ -83,13 +85,29 @@ def _filter_problems(config: ExperimentConfig) -> list[Problem]:
     if config.algorithm.adv_estimator == "remax":
         reason = "remax compares with a greedy response, and learns from groups that don't differ too"
         problems.append(Problem(f"{path}.enable", "true", reason, "set it to false"))
-    names = ["score", *(part.name for part in config.reward.training_parts)]
-    if any(part.kind in RULES for part in config.reward.training_parts):
-        names.append("acc")
+    names = _scores(config.reward.training_parts)
+    of_sets = {
+        one.name: _scores([part for part in config.reward.training_parts if not one.reward or part.name in one.reward])
+        for one in config.data.sets
+    }
+    common = [name for name in names if all(name in scores for scores in of_sets.values())]
+    without = [name for name, scores in of_sets.items() if groups.metric not in scores]
     if groups.metric not in names:
         reason = "is no score of this experiment" if groups.metric != "acc" else "no reward part is a rule"
-        problems.append(Problem(f"{path}.metric", typed(groups.metric), reason, f"one of {', '.join(names)}"))
+        problems.append(Problem(f"{path}.metric", typed(groups.metric), reason, f"one of {', '.join(common)}"))
+    elif without:
+        what = "no rule part scores" if groups.metric == "acc" else "it does not score"
+        reason = f"{what} prompts of data.sets {', '.join(without)}, whose groups would never differ, nor be trained on"
+        added = "such a part" if groups.metric == "acc" else "the part"
+        remedy = f"one that all sets have ({', '.join(common)}), or {added} in their reward"
+        problems.append(Problem(f"{path}.metric", typed(groups.metric), reason, remedy))
     return problems
+
+
+def _scores(parts: Sequence[RewardPartConfig]) -> list[str]:
+    """What responses that these parts score can be told apart by."""
+    has_rule = any(part.kind in RULES for part in parts)
+    return ["score", *(part.name for part in parts), *(["acc"] if has_rule else [])]
 
 
 def _turn_problems(config: ExperimentConfig) -> list[Problem]:

@@ -13,8 +13,9 @@ class FilterGroupsConfig(Section):
     enable: bool = False
     """Train only on groups that differ in `metric`."""
     metric: str = "score"
-    """What has to differ: `score`, `acc` (whether every rule part finds a response right), or a reward part's name."""
-    max_num_gen_batches: int = Field(0, ge=0)
-    """Batches of prompts that a step samples at most; 0 is no limit."""
+    """What has to differ: `score`, `acc` (whether every rule part finds a response right), or a reward part's name.
+    Every prompt set needs it."""
+    max_num_gen_batches: int = Field(10, ge=0)
+    """Batches of prompts that a step samples at most; 0 is no limit: such a step may never end."""
     when_short: Literal["error", "fill"] = "error"
     """At that limit with too few groups: stop the run, or fill the batch with groups that don't differ."""

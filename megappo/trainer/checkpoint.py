@@ -112,7 +112,7 @@ class CheckpointStore:
             load_role(path / name, role, without_frozen=name in without_frozen)
         rng = path / "rng" / f"rank-{self._mesh.rank:05d}.pt"
         if rng.exists():  # absent where the layout has more ranks now; sampling noise does not depend on it
-            _restore_rng(torch.load(rng, weights_only=False))
+            restore_random_state(torch.load(rng, weights_only=False))
         for name, part in (files or {}).items():
             if (path / name).exists():  # absent where the run that saved had no such part
                 part.load(path / name)
@@ -168,7 +168,7 @@ def write_checkpoint(
     dist.barrier()
     for name, role in roles.items():
         save_role(partial / name, role)
-    torch.save(_rng_state(), partial / "rng" / f"rank-{mesh.rank:05d}.pt")
+    torch.save(random_state(), partial / "rng" / f"rank-{mesh.rank:05d}.pt")
     if mesh.is_writer:
         dtype = str(next(iter(roles.values())).model.config.params_dtype).removeprefix("torch.")
         content = asdict(state) | {"dtype": dtype, "model": signature(read_model_facts(str(spec.folder)))}
@@ -213,7 +213,8 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
-def _rng_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of this rank's generators, as it is now."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -224,7 +225,8 @@ def _rng_state() -> dict[str, Any]:
     return state
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """The generators draw on from where `random_state` was taken."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -17,6 +17,7 @@ from megappo.parallel.collectives import gather_objects, sum_over
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.baseline import GreedyBaseline, NoBaseline
+from megappo.trainer.experience_metrics import with_switch
 from megappo.trainer.loop import Step
 from megappo.trainer.weight_switch import WeightSwitch
 from megappo.workers.reward import RewardWorker, ScoredSamples
@@ -46,25 +47,35 @@ class Collector:
 
     def collect(self, step: Step) -> Collected:
         """The step's samples. A collective call."""
-        return self.one_batch(step, 0)
+        lot = self.one_batch(step, 0)
+        self.describe(step, [lot])
+        return lot
 
     def one_batch(self, step: Step, number: int) -> Collected:
         """Samples of the next batch of prompts, the step's batch `number` from 0, which has noise of its own."""
         positions = self.plan.positions_of(self.mesh.dp_rank)
         with step.phase("weight_sync"):
-            step.record(self.switch.to_rollout(step.number))
+            step.record(with_switch(step.metrics, self.switch.to_rollout(step.number)))
         with step.phase("rollout"):
             prompts = self.feed.next_batch()
             samples = self.rollout.generate(prompts, positions, step.number, step.progress, batch=number)
             greedy = self.baseline.generate(prompts, positions, step.number)
+            tokens = sum(sample.num_policy_tokens for sample in (*samples, *greedy))
+            step.count_generated(int(sum_over(self.mesh.dp_group, self.mesh.device)(torch.tensor(tokens))))
         with step.phase("weight_sync"):
             self.switch.to_training()
         with step.phase("reward"):
             scored = self.reward.score(samples)
+            return Collected(self.baseline.compare(samples, greedy, len(prompts)), scored)
+
+    def describe(self, step: Step, lots: Sequence[Collected]) -> None:
+        """Records what is told of all the step's responses, trained on or not. A collective call."""
+        with step.phase("reward"):
+            samples = [sample for lot in lots for sample in lot.samples]
             step.record(self.rollout.turn_metrics(samples))
             if isinstance(self.reward, SetRewards):
-                step.record(set_scores(samples, scored, self.reward.names, self.mesh))
-            return Collected(self.baseline.compare(samples, greedy, len(prompts)), scored)
+                scores = [score for lot in lots for score in lot.scored.batch.scores]
+                step.record(set_scores(samples, scores, self.reward.names, self.mesh))
 
 
 @dataclass(frozen=True)
@@ -72,25 +83,31 @@ class GroupFilter:
     """Dynamic sampling (DAPO, arXiv 2503.14476): groups that are all worth the same teach nothing and are replaced.
 
     Samples whole batches until a step's number of groups differ. The surplus of the last batch is dropped: at the next
-    step it would be another policy's.
+    step it would be another policy's. A signal to stop is heard between batches.
     """
 
     collector: Collector
     config: FilterGroupsConfig
 
-    def collect(self, step: Step) -> Collected:
-        """Raises ConfigError on every rank where `max_num_gen_batches` were not enough and that is an error."""
+    def collect(self, step: Step) -> Collected | None:
+        """None where the step is given up for a signal to stop. Raises ConfigError on every rank where
+        `max_num_gen_batches` were not enough and that is an error."""
         plan, mesh, config = self.collector.plan, self.collector.mesh, self.config
         lots: list[Collected] = []
         kept: list[tuple[int, int]] = []
         uniform: list[tuple[int, int]] = []
         total = 0.0
         while len(kept) < plan.prompts and not (config.max_num_gen_batches and len(lots) >= config.max_num_gen_batches):
+            if lots:
+                step.event("further_batch", batches=len(lots), kept=len(kept), needed=plan.prompts)
+                if step.gives_up():
+                    return None
             lot = self.collector.one_batch(step, len(lots))
             for prompt, values in enumerate(group_values(lot, config.metric, plan.n, mesh)):
                 total += sum(values)
                 (kept if min(values) < max(values) else uniform).append((len(lots), prompt))
             lots.append(lot)
+        self.collector.describe(step, lots)
         step.record(
             {
                 "filter_groups/num_gen_batches": float(len(lots)),
@@ -103,19 +120,19 @@ class GroupFilter:
         if missing > 0 and config.when_short == "error":
             raise ConfigError(
                 f"algorithm.filter_groups.max_num_gen_batches: {config.max_num_gen_batches} batches of prompts gave "
-                f"{len(kept)} groups that differ in {config.metric!r}, and a step needs {plan.prompts}; set it higher, "
-                "rollout.n higher, or algorithm.filter_groups.when_short=fill"
+                f"{len(kept)} groups that differ in {config.metric!r}, and step {step.number} needs {plan.prompts}; "
+                "set it higher (0: no limit), rollout.n higher, or algorithm.filter_groups.when_short=fill"
             )
         chosen = (kept + uniform[: max(missing, 0)])[: plan.prompts]
         return dealt_again(lots, chosen, plan, mesh)
 
 
 def set_scores(
-    samples: Sequence[RolloutSample], scored: ScoredSamples, names: Sequence[str], mesh: Mesh
+    samples: Sequence[RolloutSample], scores: Sequence[float], names: Sequence[str], mesh: Mesh
 ) -> dict[str, float]:
     """`reward/sets/<name>`: the mean score of each prompt set's responses, of those with any. A collective call."""
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
-    for sample, score in zip(samples, scored.batch.scores, strict=True):
+    for sample, score in zip(samples, scores, strict=True):
         sums[names.index(sample.prompt.source)] += torch.tensor([score, 1.0], dtype=torch.float64)
     totals = sum_over(mesh.dp_group, mesh.device)(sums).tolist()
     return {f"reward/sets/{name}": total / count for name, (total, count) in zip(names, totals, strict=True) if count}

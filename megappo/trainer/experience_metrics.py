@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -120,7 +121,8 @@ def _add_lengths(out: _Reductions, batch: ExperienceBatch, limit: int) -> None:
     out.total("response_length/total", float(responses.sum()))
     out.maximum("response_length/max", responses)
     out.minimum("response_length/min", responses)
-    out.mean("response_length/clip_ratio", (responses >= limit).double())
+    # The limit counts the tokens of an environment too, which follow the policy's first.
+    out.mean("response_length/clip_ratio", (batch.lengths - prompts >= limit).double())
     out.total("response_length/zero", float((responses == 0).sum()))
     out.mean("prompt_length/mean", prompts)
     out.maximum("prompt_length/max", prompts)
@@ -160,6 +162,21 @@ def _with_effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
 def global_tokens(batch: ExperienceBatch, mesh: Mesh) -> int:
     """Tokens of the step's sequences over all data-parallel ranks, prompts included."""
     return int(sum_over(mesh.dp_group, mesh.device)(torch.tensor(batch.num_tokens)))
+
+
+SUMS_OF_SWITCHES = (
+    "hybrid/bytes_sent", "hybrid/bytes_received", "hybrid/bytes_aliased", "hybrid/bytes_copied", "hybrid/seconds",
+    "hybrid/turn_seconds",
+)  # fmt: skip
+"""The other numbers of a step's switches are those of the one with the most."""
+
+
+def with_switch(so_far: Mapping[str, float], switch: Mapping[str, float]) -> dict[str, float]:
+    """`hybrid/…` of the step's switches `so_far` and one more: bytes that were moved and seconds are sums."""
+    return {
+        name: value + so_far.get(name, 0.0) if name in SUMS_OF_SWITCHES else max(value, so_far.get(name, value))
+        for name, value in switch.items()
+    }
 
 
 def sync_metrics(report: SyncReport, mesh: Mesh) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +33,14 @@ from megappo.observe.run_folder import RunFolder
 from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.best import BestEvaluation
-from megappo.trainer.checkpoint import CheckpointStore, LoopState, SavedFile, point_to
+from megappo.trainer.checkpoint import (
+    CheckpointStore,
+    LoopState,
+    SavedFile,
+    point_to,
+    random_state,
+    restore_random_state,
+)
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
 from megappo.trainer.saved_role import SavedRole
@@ -79,14 +86,24 @@ class Step:
     """One step as its loop body sees it: its number, its clock, and the place for its metrics."""
 
     def __init__(
-        self, number: int, reporter: Reporter, world_size: int, peak: PeakMemory, memory: Memory = NO_MEMORY
+        self,
+        number: int,
+        reporter: Reporter,
+        world_size: int,
+        peak: PeakMemory,
+        memory: Memory = NO_MEMORY,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.number = number
+        self.is_given_up = False
+        """Whether the run ends in the middle of this step, as it was before it."""
+        self._asked_to_stop = asked_to_stop
         self._peak = peak
         self._memory = memory
         self._world_size = world_size
         self.metrics: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
+        self._num_generated = 0
         self._clock = Stopwatch()
         self._reporter = reporter
 
@@ -107,6 +124,16 @@ class Step:
         """Shows how far the phase of the moment is."""
         self._reporter.progress(done, total)
 
+    def event(self, kind: str, **details: Any) -> None:
+        """Something that happened within the step, for `events.jsonl`."""
+        self._reporter.event(self.number, kind, **details)
+
+    def gives_up(self) -> bool:
+        """Whether a signal asks to stop: then the body leaves the step, which may not have changed yet what a
+        checkpoint holds but the order of prompts and random states. A collective call over the world."""
+        self.is_given_up = self._asked_to_stop()
+        return self.is_given_up
+
     def record(self, metrics: Mapping[str, float]) -> None:
         self.metrics |= metrics
 
@@ -114,10 +141,14 @@ class Step:
         """Metrics of one of the step's optimizer steps; the step reports their mean."""
         self._updates.append(dict(metrics))
 
+    def count_generated(self, num_tokens: int) -> None:
+        """Tokens that all ranks generated in the phase `rollout`, whether or not they are trained on."""
+        self._num_generated += num_tokens
+
     def finish(self, num_tokens: int) -> None:
         """Ends the step's clock. `num_tokens` are the tokens of its sequences over all ranks, prompts included."""
         self.metrics |= mean_of(self._updates) | self._clock.times()
-        self.metrics |= throughput(self.metrics, num_tokens, self._world_size)
+        self.metrics |= throughput(self.metrics, num_tokens, self._num_generated, self._world_size)
         self.metrics["perf/peak_memory_bytes"] = float(self._peak.of_run)
 
 
@@ -142,6 +173,7 @@ class Loop:
         self._best = BestEvaluation(config.trainer.best_metric)
         self._peak = PeakMemory(parts.absent)
         self._last_saved = 0
+        self._named_step: int | None = None
         self._checkpoint_seconds = 0.0
         self.outcome = ExitCode.DONE
 
@@ -152,8 +184,15 @@ class Loop:
         start = self._start()
         self._parts.memory.rest()
         for number in range(start + 1, self._parts.total_steps + 1):
-            step = Step(number, self._reporter, self._mesh.world_size, self._peak, self._parts.memory)
+            before, drawn = self._state(number - 1), random_state()
+            step = Step(
+                number, self._reporter, self._mesh.world_size, self._peak, self._parts.memory, self._stop.requested
+            )
             yield step
+            if step.is_given_up:
+                restore_random_state(drawn)
+                self._stop_within(number, before)
+                return
             self._after(step)
             if number < self._parts.total_steps and self._stop.requested():
                 self._stop_after(number)
@@ -194,6 +233,7 @@ class Loop:
             self._parts.controller.load_state_dict(state.kl_controller)
         self._best.load_state_dict(state.best)
         self._last_saved = state.step
+        self._named_step = None if self._config.trainer.resume == "auto" else state.step
         self._reporter.start(resumed_at=state.step)
         return state.step
 
@@ -216,11 +256,11 @@ class Loop:
         # Before the checkpoint: a step that a resumed run does not repeat must not be missing from the metrics.
         self._reporter.step(number, step.metrics, evaluation)
         if self._best.improves(number, evaluation):
-            self._save(number)
+            self._save(self._state(number))
             self._store.mark_best(number)
             self._reporter.event(number, "best", **{str(trainer.best_metric): evaluation[str(trainer.best_metric)]})
         if trainer.save_freq and number % trainer.save_freq == 0:
-            self._save(number)
+            self._save(self._state(number))
 
     def _evaluate(self, step: int) -> dict[str, float]:
         evaluator = self._parts.evaluator
@@ -235,17 +275,21 @@ class Loop:
         self._parts.memory.rest()
         return evaluation
 
-    def _save(self, step: int) -> None:
-        if step == self._last_saved:
-            return
+    def _state(self, step: int) -> LoopState:
+        """What a checkpoint of this moment, after `step`, holds of the loop."""
         controller = self._parts.controller
-        state = LoopState(
+        return LoopState(
             step=step,
             data=self._parts.order.state_dict(),
             kl_controller=controller.state_dict() if controller is not None else None,
             seed=self._config.trainer.seed,
             best=self._best.state_dict(),
         )
+
+    def _save(self, state: LoopState) -> None:
+        step = state.step
+        if step == self._last_saved:
+            return
         begin = time.perf_counter()
         self._reporter.phase(step, "checkpoint")
         self._parts.memory.need_all()
@@ -257,15 +301,26 @@ class Loop:
         self._last_saved = step
 
     def _stop_after(self, step: int) -> None:
-        self._save(step)
-        self._reporter.event(step, "stopped", reason="a signal asked to stop")
+        self._save(self._state(step))
+        self._stopped(step, "a signal asked to stop")
+
+    def _stop_within(self, step: int, before: LoopState) -> None:
+        """Ends the run as it was `before` the step, which a resumed run makes anew. Before the first one there is
+        nothing to save: the resumed run starts anew."""
+        if before.step == self._named_step:
+            self._last_saved = 0  # that checkpoint may lie elsewhere, or not be the folder's newest: the resumed run's
+        self._save(before)
+        self._stopped(before.step, f"a signal asked to stop, in the middle of step {step}, which is made anew")
+
+    def _stopped(self, step: int, reason: str) -> None:
+        self._reporter.event(step, "stopped", reason=reason)
         self.outcome = ExitCode.STOPPED_AFTER_SAVING
         self._reporter.finish(step, self.outcome)
 
     def _end(self) -> None:
         total = self._parts.total_steps
         if self._config.trainer.save_last:
-            self._save(total)
+            self._save(self._state(total))
         if self._config.trainer.export_hf:
             self._parts.memory.need_all()
             model = self._parts.roles[self._parts.exported_role].model
@@ -280,9 +335,9 @@ class Loop:
         self._reporter.finish(total, self.outcome)
 
 
-def throughput(metrics: Mapping[str, float], num_tokens: int, world_size: int) -> dict[str, float]:
-    """`perf/…` of a step and `rollout/tokens_per_second` (response tokens, all ranks), from its times."""
+def throughput(metrics: Mapping[str, float], num_tokens: int, num_generated: int, world_size: int) -> dict[str, float]:
+    """`perf/…` of a step and `rollout/tokens_per_second` (generated tokens, all ranks), from its times."""
     rates = {"perf/tokens_per_second_per_gpu": num_tokens / metrics["time/step"] / world_size}
     if metrics.get("time/rollout"):
-        rates["rollout/tokens_per_second"] = metrics.get("response_length/total", 0.0) / metrics["time/rollout"]
+        rates["rollout/tokens_per_second"] = num_generated / metrics["time/rollout"]
     return rates

@@ -45,7 +45,10 @@ class PPOTrainer:
     def fit(self) -> ExitCode:
         """Trains until the last step, or until a signal asks to stop."""
         for step in self.loop.steps():
-            samples, scored = self.collector.collect(step)
+            collected = self.collector.collect(step)
+            if collected is None:  # a signal asks to stop
+                continue
+            samples, scored = collected
             batch = self.balance.deal(self.shaping.batch(samples, scored), step)
             step.record(self.shaping.metrics())
             with step.phase("old_log_probs"):

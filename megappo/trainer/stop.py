@@ -1,4 +1,4 @@
-"""Stopping on a signal: the ranks agree at the end of a step, so that none leaves the others in a collective."""
+"""Stopping on a signal: the ranks agree where they are asked, so that none leaves the others in a collective."""
 
 import signal
 from types import FrameType

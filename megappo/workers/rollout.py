@@ -88,9 +88,10 @@ class RolloutWorker:
         batch: int = 0,
     ) -> list[RolloutSample]:
         """Samples of the step's sequences at `positions` (prompt · n + sample), in that order; `batch` numbers the
-        batches of prompts of one step."""
-        stream = (step, batch) if batch else (step,)
-        return self.sample(prompts, positions, self.sampling, self._num_samples, stream, progress, self._on_sample)
+        batches of prompts of one step, from 0."""
+        return self.sample(
+            prompts, positions, self.sampling, self._num_samples, (step,), progress, self._on_sample, batch=batch
+        )
 
     def sample(
         self,
@@ -102,6 +103,7 @@ class RolloutWorker:
         progress: Progress | None = None,
         on_sample: OnSample | None = None,
         *,
+        batch: int = 0,
         with_environment: bool = True,
     ) -> list[RolloutSample]:
         """Like `generate` with any sampling; `stream` names the noise (training steps and evaluations differ).
@@ -110,7 +112,7 @@ class RolloutWorker:
         FloatingPointError where an engine computes no numbers.
         """
         listener = None if self._needs_exchange else on_sample
-        work = _Work(prompts, num_samples, sampling, (self._seed, *stream), with_environment, listener)
+        work = _Work(prompts, num_samples, sampling, (self._seed, *stream), batch, with_environment, listener)
         if self._needs_exchange:
             completions = self._exchanged(work, positions, progress)
         else:
@@ -223,6 +225,7 @@ class _Work:
     num_samples: int
     sampling: SamplingParams
     stream: tuple[int, ...]
+    batch: int
     with_environment: bool
     on_sample: OnSample | None = None
 
@@ -233,6 +236,8 @@ class _Work:
 
     def key(self, position: int, turn: int) -> int:
         """The noise of a turn; the first one's is that of a response of one turn."""
+        if self.batch:
+            return noise_key(*self.stream, position, spawned=(self.batch, turn))
         return noise_key(*self.stream, position, *((turn,) if turn else ()))
 
     def listener(self, position: int) -> Callable[[Completion], None] | None:
@@ -250,9 +255,14 @@ class _Work:
         return self.prompts[position // self.num_samples]
 
 
-def noise_key(*parts: int) -> int:
-    """A 63-bit key that depends on every part."""
-    return int(numpy.random.SeedSequence(parts).generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
+def noise_key(*parts: int, spawned: tuple[int, ...] = ()) -> int:
+    """A 63-bit key that depends on every part, but for zeros at the end: numpy fills `parts` up to four words with 0.
+
+    It writes `spawned` behind those four words, or behind all parts where they are more, with its zeros: two spawned
+    numbers after (seed, step, position) can't be taken for anything that has one number more, or none.
+    """
+    sequence = numpy.random.SeedSequence(parts, spawn_key=spawned)
+    return int(sequence.generate_state(1, numpy.uint64)[0] >> numpy.uint64(1))
 
 
 def _raise_alike(error: Exception | None, mesh: Mesh) -> None:

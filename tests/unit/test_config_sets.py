@@ -10,7 +10,15 @@ from tests.unit.test_config_checks import found
 ONE = "data.sets=[{name: a, files: [F/train.jsonl]}]"
 GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=2"]
 FILTER = ["algorithm.filter_groups.enable=true", "rollout.n=2"]
+PARTS = "reward.parts=[{name: rule, kind: exact_match}, {name: other, kind: gsm8k}, {name: style, kind: function, function: 'm:f'}]"
 TURNS = "rollout.multi_turn.enable=true"
+
+
+def sets(one: str, other: str) -> list[str]:
+    """Two sets, a and b, scored by these of three parts."""
+    files = "files: [F/train.jsonl]"
+    mixed = f"data.sets=[{{name: a, {files}, reward: [{one}]}}, {{name: b, {files}, reward: [{other}]}}]"
+    return ["data.train_files=[]", PARTS, mixed]
 
 
 @pytest.mark.parametrize(
@@ -25,6 +33,10 @@ TURNS = "rollout.multi_turn.enable=true"
         ([*GRPO, "replay.size=8"], "error replay.size: 8: draws are single sequences, and algorithm.adv_estimator grpo compares the responses to a prompt"),
         (["algorithm.filter_groups.enable=true"], "error algorithm.filter_groups.enable: true: a group of rollout.n 1 response never differs; set rollout.n to 2"),
         ([*FILTER, "algorithm.filter_groups.metric=speed"], 'error algorithm.filter_groups.metric: "speed": is no score of this experiment; one of score, correct, acc'),
+        ([*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=rule"], 'error algorithm.filter_groups.metric: "rule": it does not score prompts of data.sets b, whose groups would never differ, nor be trained on; one that all sets have (score), or the part in their reward'),
+        ([*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=acc"], 'error algorithm.filter_groups.metric: "acc": no rule part scores prompts of data.sets b, whose groups would never differ, nor be trained on; one that all sets have (score), or such a part in their reward'),
+        ([*FILTER, *sets("style, rule", "style"), "algorithm.filter_groups.metric=other"], 'error algorithm.filter_groups.metric: "other": it does not score prompts of data.sets a, b, whose groups would never differ, nor be trained on; one that all sets have (score, style), or the part in their reward'),
+        ([*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=speed"], 'error algorithm.filter_groups.metric: "speed": is no score of this experiment; one of score'),
         ([*FILTER, "algorithm.adv_estimator=remax"], "error algorithm.filter_groups.enable: true: remax compares with a greedy response"),
         ([TURNS], "error rollout.multi_turn.environment: is missing, and rollout.multi_turn.enable needs it; for example megappo.environments.calculator:Calculator"),
         ([TURNS, "rollout.multi_turn.environment=calculator"], 'error rollout.multi_turn.environment: "calculator": has to be of the form module:class'),
@@ -45,6 +57,9 @@ def test_messages(tmp_path: Path, overrides: list[str], expected: str) -> None:
         ["replay.size=8"],
         [*FILTER, "algorithm.filter_groups.metric=acc"],
         [*FILTER, "algorithm.filter_groups.metric=correct", *GRPO],
+        [*FILTER, *sets("rule", "other"), "algorithm.filter_groups.metric=acc"],
+        [*FILTER, *sets("rule, style", ""), "algorithm.filter_groups.metric=style"],
+        [*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=score"],
         [TURNS, "rollout.multi_turn.environment=my_project.envs:Game"],
         ["trainer.best_metric=eval/train/reward", "data.val_files=[F/train.jsonl]", "trainer.evaluation.n=4", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,2]"],
     ],

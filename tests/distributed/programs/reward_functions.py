@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from megappo.experience.sample import RolloutSample
@@ -14,6 +15,19 @@ def spread(sample: RolloutSample) -> float:
 
 def spread_and_stop(sample: RolloutSample) -> float:
     """Asks the run to stop, once, when $CALLS_FILE has counted $STOP_AT_CALL calls of all ranks."""
+    _count_and_stop()
+    return spread(sample)
+
+
+def parity_and_stop(sample: RolloutSample) -> float:
+    """`parity`; the call that asks the run to stop ends when the launcher has told the ranks."""
+    if _count_and_stop():
+        time.sleep(2)
+    return parity(sample)
+
+
+def _count_and_stop() -> bool:
+    """Whether this call was the one that asked."""
     file = Path(os.environ["CALLS_FILE"])
     with file.open("ab") as calls:
         calls.write(b".")
@@ -21,9 +35,10 @@ def spread_and_stop(sample: RolloutSample) -> float:
         try:
             file.with_suffix(".sent").touch(exist_ok=False)
         except FileExistsError:
-            return spread(sample)  # another call has asked already
+            return False  # another call has asked already
         os.kill(int(os.environ["MEGAPPO_LAUNCHER_PID"]), signal.SIGTERM)
-    return spread(sample)
+        return True
+    return False
 
 
 def buggy(sample: RolloutSample) -> float:
