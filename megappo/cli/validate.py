@@ -60,7 +60,7 @@ def _read_data(config: ExperimentConfig) -> str:
     # here: tokenizers and data sets take seconds to import
     from megappo.data.preferences import load_preferences
     from megappo.data.prompts import load_prompts, load_supervised
-    from megappo.data.tokenizer import load_tokenizer
+    from megappo.data.tokenizer import run_tokenizer
     from megappo.environments.load import load_environment
     from megappo.rewards.build import build_reward
 
@@ -71,7 +71,7 @@ def _read_data(config: ExperimentConfig) -> str:
     data = config.data
     if data.sets:
         return _read_sets(config)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     needs_answer = config.reward is None or config.reward.training_parts == config.reward.parts
     load_training: Load = partial(load_prompts, needs_answer=needs_answer)
     loads: dict[str, Load] = {"ppo": load_training, "sft": load_supervised}
@@ -92,10 +92,10 @@ def _read_data(config: ExperimentConfig) -> str:
 
 def _read_sets(config: ExperimentConfig) -> str:
     """Reads every prompt set and its held-out prompts as the run will."""
-    from megappo.data.tokenizer import load_tokenizer
+    from megappo.data.tokenizer import run_tokenizer
     from megappo.trainer.prompt_sets import load_evaluation_sets, training_prompts
 
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     loaded, order = training_prompts(config, tokenizer)
     num_val = sum(map(len, load_evaluation_sets(config, tokenizer).values()))
     sizes = ", ".join(f"{len(prompts)} of {one.name}" for one, prompts in zip(config.data.sets, loaded, strict=True))

@@ -13,7 +13,7 @@ from megappo.config.passes import reference_forward
 from megappo.data.conversation import ConversationEncoder
 from megappo.data.preferences import PreferencePair, load_preferences
 from megappo.data.prompts import load_supervised
-from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.data.tokenizer import Tokenizer, run_tokenizer
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.experience.packed import packed_micro_batches
 from megappo.models.build import ModelSpec
@@ -46,7 +46,7 @@ T = TypeVar("T")
 def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """There is a generation engine only where held-out prompts are answered and scored."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     examples = load_supervised(config.data, tokenizer, config.data.train_files, config.data.max_samples)
     data = TrainingData.of(config, tokenizer, len(examples))
     reward = _evaluation_reward(config, mesh)
@@ -64,7 +64,7 @@ def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
 def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """Held-out files are prompts to answer where there is a reward, and pairs otherwise."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     pairs = load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples)
     reward = _evaluation_reward(config, mesh)
     held_out_pairs = {} if reward is not None else held_out(config, _pairs_of(config, tokenizer))
@@ -93,7 +93,7 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
 def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """Held-out files are pairs."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
     encoder = ConversationEncoder(tokenizer, config.data.apply_chat_template, "data.apply_chat_template")
