@@ -1,21 +1,15 @@
 """`megappo validate FILE`: checks an experiment without torch and prints how its batches are cut."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 from megappo.cli.experiment import add_experiment, positive, read_arguments, refuse_unsound
 from megappo.config.checks import data_parallel_size
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment
 from megappo.config.stages import has_stages, read_stages
-from megappo.errors import DataError, ExitCode
+from megappo.errors import ExitCode
 from megappo.models.fits import require_fitting_models
 from megappo.planner.explain import explain_batches
-
-Load = Callable[..., Sequence[Any]]
-"""Reads files as one kind of training needs their rows."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -56,47 +50,14 @@ def _validate(loaded: LoadedExperiment, nproc: int | None, *, read_data: bool) -
 
 
 def _read_data(config: ExperimentConfig) -> str:
-    """Reads prompts and imports rewards as the run will; raises DataError, ConfigError or RewardError as it would."""
-    # here: tokenizers and data sets take seconds to import
-    from megappo.data.preferences import load_preferences
-    from megappo.data.prompts import load_prompts, load_supervised
-    from megappo.data.tokenizer import load_tokenizer
+    """Reads data and imports rewards as the run will; raises DataError, ConfigError or RewardError as it would."""
+    # here: torch, tokenizers and data sets take seconds to import
     from megappo.environments.load import load_environment
     from megappo.rewards.build import build_reward
+    from megappo.trainer.read_data import read_data
 
     if config.reward is not None:
         build_reward(config.reward).close()
     if config.rollout.multi_turn.enable:
         load_environment(str(config.rollout.multi_turn.environment))
-    data = config.data
-    if data.sets:
-        return _read_sets(config)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
-    needs_answer = config.reward is None or config.reward.training_parts == config.reward.parts
-    load_training: Load = partial(load_prompts, needs_answer=needs_answer)
-    loads: dict[str, Load] = {"ppo": load_training, "sft": load_supervised}
-    load: Load = loads.get(config.trainer.kind, load_preferences)
-    # What learns from pairs is measured on pairs, a policy with a reward on its answers to prompts.
-    has_pairs = config.trainer.kind == "reward_model" or (config.trainer.kind == "dpo" and config.reward is None)
-    load_held_out: Load = load_preferences if has_pairs else load_prompts
-    num_train = len(load(data, tokenizer, data.train_files, data.max_samples))
-    if num_train < data.train_batch_size:
-        raise DataError(
-            f"data.train_files: {num_train} prompts can be used, and a step needs data.train_batch_size "
-            f"{data.train_batch_size}; set it to {num_train} or less, or add files"
-        )
-    num_val = len(load_held_out(data, tokenizer, data.val_files, data.max_val_samples)) if data.val_files else 0
-    steps = num_train // data.train_batch_size
-    return f"data    {num_train} for training ({steps} steps an epoch), {num_val} held out"
-
-
-def _read_sets(config: ExperimentConfig) -> str:
-    """Reads every prompt set and its held-out prompts as the run will."""
-    from megappo.data.tokenizer import load_tokenizer
-    from megappo.trainer.prompt_sets import load_evaluation_sets, training_prompts
-
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
-    loaded, order = training_prompts(config, tokenizer)
-    num_val = sum(map(len, load_evaluation_sets(config, tokenizer).values()))
-    sizes = ", ".join(f"{len(prompts)} of {one.name}" for one, prompts in zip(config.data.sets, loaded, strict=True))
-    return f"data    {sizes} for training ({order.steps_per_epoch} steps draw as many), {num_val} held out"
+    return read_data(config)

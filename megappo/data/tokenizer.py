@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from megappo.config.model import ModelConfig
 from megappo.data.sources import HUB_PREFIX, first_line
 from megappo.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 
 class Message(TypedDict):
@@ -80,10 +84,11 @@ class Tokenizer:
         self._backend.save_pretrained(str(folder))
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path, model_folder: str | Path | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, or of `hub:ORG/NAME`; only the latter may reach the network.
 
-    Raises DataError where there is none, or where it has no end-of-sequence token.
+    `model_folder` is the model's where that is another: its generation_config.json names end tokens too, unless
+    `folder` has one. Raises DataError where there is no tokenizer, or where it has no end-of-sequence token.
     """
     # Seconds to import, and most commands need no tokenizer.
     from transformers import AutoTokenizer
@@ -100,21 +105,35 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except (OSError, ValueError, ImportError, KeyError) as error:
         where = "on the hub" if from_hub else "in the folder"
         raise DataError(f"no usable tokenizer {where} {name!r}: {first_line(error)}") from error
-    eos_ids = _end_tokens(backend.eos_token_id, None if from_hub else Path(name))
+    folders = [Path(one) for one in ((None if from_hub else name), model_folder) if one is not None]
+    eos_ids = _end_tokens(backend.eos_token_id, len(backend), folders)
     if not eos_ids:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")
     pad_id = eos_ids[0] if backend.pad_token_id is None else int(backend.pad_token_id)
     return Tokenizer(backend, eos_ids, pad_id)
 
 
-def _end_tokens(own: int | None, folder: Path | None) -> tuple[int, ...]:
-    """The tokenizer's end token, then those of generation_config.json: chat models often end turns with another one."""
+def run_tokenizer(model: ModelConfig) -> Tokenizer:
+    """The tokenizer of a run, with the end tokens of its model. Raises DataError."""
+    return load_tokenizer(model.tokenizer_folder, model.path)
+
+
+def _end_tokens(own: int | None, vocab_size: int, folders: Sequence[Path]) -> tuple[int, ...]:
+    """The tokenizer's end token, then those of the first generation_config.json: chat models often end turns with
+    another one. Only one file is read, as checkpoints and exports hold one: theirs have these end tokens again."""
     ids = [] if own is None else [own]
-    generation_config = folder / "generation_config.json" if folder else None
-    if generation_config and generation_config.is_file():
+    file = next((file for folder in folders if (file := folder / "generation_config.json").is_file()), None)
+    if file is not None:
         try:
-            more = json.loads(generation_config.read_text(encoding="utf-8")).get("eos_token_id")
+            more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         except json.JSONDecodeError as error:
-            raise DataError(f"{generation_config}:{error.lineno}: not JSON: {error.msg}") from error
-        ids += [more] if isinstance(more, int) else (more or [])
+            raise DataError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
+        named = [more] if isinstance(more, int) else (more or [])
+        foreign = [token for token in named if token >= vocab_size]
+        if foreign:
+            _log.warning(
+                "%s: the end tokens %s are left out: the tokenizer's vocabulary ends at %d", file, foreign,
+                vocab_size - 1,
+            )  # fmt: skip
+        ids += [token for token in named if token < vocab_size]
     return tuple(dict.fromkeys(ids))

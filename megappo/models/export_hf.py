@@ -38,8 +38,10 @@ def export_hf(
     out_folder: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    tokenizer_folder: Path | None = None,
 ) -> None:
-    """Writes the model to `out_folder` as safetensors of at most `max_shard_bytes`, with configuration and tokenizer.
+    """Writes the model to `out_folder` as safetensors of at most `max_shard_bytes`, with configuration and tokenizer,
+    which is that of `spec.folder` unless another folder is given.
 
     Every rank of the mesh calls it. `dtype` converts; None keeps the model's. A value model is written with
     `score.weight`, as a Hugging Face sequence classifier with one label. Padding and second copies of tied tensors are
@@ -61,7 +63,7 @@ def export_hf(
         file_of = {name: file for files, _ in parts for name, file in files.items()}
         assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
         write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
-        copy_companions(spec.folder, partial)
+        copy_companions(spec.folder, partial, tokenizer_folder)
         _write_config(partial, spec, head, dtype or own_dtype)
         if out.exists():
             out.rmdir()

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,11 +19,12 @@ SINGLE = "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # Everything beside weights that a folder needs to be loaded again.
-_COMPANIONS = (
-    "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt",
+_GENERATION = "generation_config.json"
+_TOKENIZER = (
+    "chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
 )  # fmt: skip
+_COMPANIONS = ("config.json", _GENERATION, *_TOKENIZER)
 
 
 class SafetensorsReader:
@@ -154,9 +155,25 @@ def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def copy_companions(source: Path, destination: Path) -> None:
-    """Copies configuration and tokenizer files, where the source has them."""
-    for name in _COMPANIONS:
+def copy_companions(source: Path, destination: Path, tokenizer_folder: Path | None = None) -> None:
+    """Copies configuration and tokenizer files, where the source has them; the tokenizer of `tokenizer_folder` in the
+    place of the source's, where it is given."""
+    _copy(_COMPANIONS, source, destination)
+    if tokenizer_folder is not None and tokenizer_folder.resolve() != source.resolve():
+        replace_tokenizer(tokenizer_folder, destination)
+
+
+def replace_tokenizer(source: Path, destination: Path) -> None:
+    """Puts the tokenizer of `source` in the place of that of `destination`, of which no file may stay: a chat template
+    or added tokens of the one would be taken for the other's. Its generation_config.json goes with it where it has
+    one, for that names the end tokens."""
+    for name in _TOKENIZER:
+        (destination / name).unlink(missing_ok=True)
+    _copy((_GENERATION, *_TOKENIZER), source, destination)
+
+
+def _copy(names: Iterable[str], source: Path, destination: Path) -> None:
+    for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
 

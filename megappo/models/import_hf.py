@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from megappo.errors import DataError
 from megappo.models.architecture import ModelSpec
 from megappo.models.chunks import chunks_of
+from megappo.models.families.decoder import SCORE
 from megappo.models.heads import ValueHead
 from megappo.models.hf_folder import SafetensorsReader
 from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import Head, Shape, WeightMap
 from megappo.parallel.mesh import Mesh
 
-# Heads that the model at hand does not have (a tied model's stored copy, a critic made from a language model or the
-# other way), and buffers that old versions of transformers stored.
+# Heads that the stage at hand does not have (a tied model's stored copy, a critic made from a language model, a
+# classifier's stages before its last), and buffers that old versions of transformers stored.
 _IGNORED = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
@@ -26,13 +27,20 @@ def head_of(model: nn.Module) -> Head:
     return "value" if isinstance(getattr(chunks_of(model)[-1], "output_layer", None), ValueHead) else "lm"
 
 
+def is_classifier(folder: str | Path) -> bool:
+    """Whether a Hugging Face folder holds a sequence classifier, as reward models are stored: it has `score.weight`."""
+    with SafetensorsReader(Path(folder)) as reader:
+        return SCORE in reader.names
+
+
 @torch.no_grad()
 def import_hf(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | Path | None = None) -> None:
     """Fills the shard from `folder` (`spec.folder` unless given), converting to the model's dtype.
 
     A value head is filled from `score.weight` where the folder has it and stays zero otherwise. Raises DataError,
     naming tensor, file and shapes, where a tensor is missing or of another shape, or one that the model has no place
-    for is there.
+    for is there. A classifier's head is none of these, for stages don't know theirs: whoever asks for a language model
+    refuses such a folder (`is_classifier`).
     """
     weight_map = spec.family.weight_map(spec.shape, head_of(model))
     with SafetensorsReader(Path(folder or spec.folder)) as reader:

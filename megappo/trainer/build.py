@@ -22,7 +22,7 @@ from megappo.config.passes import (
 )
 from megappo.data.feed import Order, PromptFeed
 from megappo.data.iterate import PromptOrder
-from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.data.tokenizer import Tokenizer, run_tokenizer
 from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.errors import ConfigError, DataError
 from megappo.experience.sample import Prompt
@@ -68,7 +68,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     """Data and rewards first, models after: what is cheap to refuse is refused before anything is expensive."""
     assert config.reward is not None, "checked by require_sound"
     plan = plan_batches(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     prompts, feed = prompt_feed(config, tokenizer)
     total_steps, evaluation_sets = number_of_steps(config, feed), load_evaluation_sets(config, tokenizer)
     reward = reward_worker(config, mesh)
@@ -278,7 +278,7 @@ def build_evaluator(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, model
     """The evaluator of an experiment around a policy that is not trained."""
     if config.reward is None:
         raise ConfigError("reward: is missing, and responses can't be scored; add reward.parts")
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     rollout = rollout_worker(config, mesh, spec, tokenizer, model)
     return evaluator(config, mesh, load_evaluation_sets(config, tokenizer), rollout, reward_worker(config, mesh))
 

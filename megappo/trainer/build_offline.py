@@ -5,7 +5,7 @@ Data first, models after: what is cheap to refuse is refused before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from megappo.config.experiment import ExperimentConfig
@@ -13,7 +13,7 @@ from megappo.config.passes import reference_forward
 from megappo.data.conversation import ConversationEncoder
 from megappo.data.preferences import PreferencePair, load_preferences
 from megappo.data.prompts import load_supervised
-from megappo.data.tokenizer import Tokenizer, load_tokenizer
+from megappo.data.tokenizer import Tokenizer, run_tokenizer
 from megappo.experience.micro import MicroBatch, micro_batches
 from megappo.experience.packed import packed_micro_batches
 from megappo.models.build import ModelSpec
@@ -46,7 +46,7 @@ T = TypeVar("T")
 def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """There is a generation engine only where held-out prompts are answered and scored."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     examples = load_supervised(config.data, tokenizer, config.data.train_files, config.data.max_samples)
     data = TrainingData.of(config, tokenizer, len(examples))
     reward = _evaluation_reward(config, mesh)
@@ -64,17 +64,15 @@ def build_supervised(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
 def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """Held-out files are prompts to answer where there is a reward, and pairs otherwise."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     pairs = load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples)
     reward = _evaluation_reward(config, mesh)
-    held_out_pairs = {} if reward is not None else held_out(config, _pairs_of(config, tokenizer))
+    measured = {} if reward is not None else held_out_pairs(config, tokenizer)
     data = TrainingData.of(config, tokenizer, len(pairs), with_prompts=reward is not None)
 
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
-    refuse_foreign_tokens(
-        ((*pair.prompt.token_ids, *ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)), config, spec
-    )
+    refuse_foreign_tokens(tokens_of(pairs), config, spec)
     actor = roles.actor(data.total_steps)
     read = log_probs(config, mesh, spec, temperature=1.0)
     reference_cut = cutter(config, mesh, reference_forward(config))
@@ -85,7 +83,7 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     if reward is not None:
         evaluates = _answers(config, mesh, data, spec, actor, reward)
     else:
-        evaluates = PairEvaluator(mesh, held_out_pairs, DPOMeasure(task, actor.engine, 2 * plan.micro_batch))
+        evaluates = PairEvaluator(mesh, measured, DPOMeasure(task, actor.engine, 2 * plan.micro_batch))
     loop = data.loop(config, mesh, spec, saved_roles(actor=actor), evaluates, controller=None, memory=roles.memory)
     return OfflineTrainer(mesh, plan, data.order, actor.engine, task, loop, cut(config))
 
@@ -93,17 +91,10 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
 def build_reward_model(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     """Held-out files are pairs."""
     plan = plan_supervised(config, mesh.dp)
-    tokenizer = load_tokenizer(config.model.tokenizer_folder)
+    tokenizer = run_tokenizer(config.model)
     roles = RoleBuilder(config, mesh)
     spec = roles.spec()
-    encoder = ConversationEncoder(tokenizer, config.data.apply_chat_template, "data.apply_chat_template")
-
-    def encoded(pairs: Sequence[PreferencePair]) -> list[EncodedPair]:
-        return encode_pairs(pairs, encoder, spec.shape.max_positions)
-
-    pairs = encoded(load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples))
-    of_file = _pairs_of(config, tokenizer)
-    sets = held_out(config, lambda file: encoded(of_file(file)))
+    pairs, sets = pairs_to_score(config, tokenizer, spec)
     data = TrainingData.of(config, tokenizer, len(pairs), with_prompts=False)
     refuse_foreign_tokens((ids for pair in pairs for ids in (pair.chosen, pair.rejected)), config, spec)
     model = roles.reward_model(data.total_steps)
@@ -143,5 +134,24 @@ def _answers(
     return evaluator(config, mesh, data.evaluation_sets, rollout, reward)
 
 
-def _pairs_of(config: ExperimentConfig, tokenizer: Tokenizer) -> Callable[[str], list[PreferencePair]]:
-    return lambda file: load_preferences(config.data, tokenizer, [file], config.data.max_val_samples)
+def held_out_pairs(config: ExperimentConfig, tokenizer: Tokenizer) -> dict[str, list[PreferencePair]]:
+    """The pairs of each held-out file, by the file's name."""
+    return held_out(config, lambda file: load_preferences(config.data, tokenizer, [file], config.data.max_val_samples))
+
+
+def tokens_of(pairs: Sequence[PreferencePair]) -> Iterator[tuple[int, ...]]:
+    """Both sequences of each pair."""
+    return ((*pair.prompt.token_ids, *ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids))
+
+
+def pairs_to_score(
+    config: ExperimentConfig, tokenizer: Tokenizer, spec: ModelSpec
+) -> tuple[list[EncodedPair], dict[str, list[EncodedPair]]]:
+    """Training pairs and those of each held-out file, as a reward model reads them."""
+    encoder = ConversationEncoder(tokenizer, config.data.apply_chat_template, "data.apply_chat_template")
+
+    def encoded(pairs: Sequence[PreferencePair]) -> list[EncodedPair]:
+        return encode_pairs(pairs, encoder, spec.shape.max_positions)
+
+    pairs = load_preferences(config.data, tokenizer, config.data.train_files, config.data.max_samples)
+    return encoded(pairs), {name: encoded(found) for name, found in held_out_pairs(config, tokenizer).items()}

@@ -162,9 +162,7 @@ def write_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         for name in (*roles, "rng", MODEL_FILES):
             (partial / name).mkdir(parents=True)
-        for folder in (spec.folder, tokenizer_folder):
-            copy_companions(folder, partial / MODEL_FILES)
-        shutil.copyfile(spec.folder / "config.json", partial / MODEL_FILES / "config.json")
+        copy_companions(spec.folder, partial / MODEL_FILES, tokenizer_folder)
     dist.barrier()
     for name, role in roles.items():
         save_role(partial / name, role)

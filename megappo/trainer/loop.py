@@ -27,6 +27,7 @@ from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
 from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
+from megappo.models.hf_folder import replace_tokenizer
 from megappo.observe.memory import AbsentBytes, PeakMemory
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
@@ -323,16 +324,24 @@ class Loop:
             self._save(self._state(total))
         if self._config.trainer.export_hf:
             self._parts.memory.need_all()
-            model = self._parts.roles[self._parts.exported_role].model
-            target = self._folder.hf / f"step-{total:06d}"
-            if self._mesh.is_writer:
-                shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
-            lora = attached_lora(model)
-            export = export_hf if lora is None or lora.export_merged else export_adapter
-            export(model, self._parts.spec, self._mesh, target)
-            if self._mesh.is_writer:
-                point_to(target.with_name(LATEST), target)
+            self._export(self._folder.hf / f"step-{total:06d}")
         self._reporter.finish(total, self.outcome)
+
+    def _export(self, target: Path) -> None:
+        """The model, or its adapters alone, with the run's tokenizer."""
+        model, spec, mesh = self._parts.roles[self._parts.exported_role].model, self._parts.spec, self._mesh
+        tokenizer_folder = Path(self._config.model.tokenizer_folder)
+        if mesh.is_writer:
+            shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
+        lora = attached_lora(model)
+        if lora is None or lora.export_merged:
+            export_hf(model, spec, mesh, target, tokenizer_folder=tokenizer_folder)
+        else:
+            export_adapter(model, spec, mesh, target)
+            if mesh.is_writer:
+                replace_tokenizer(tokenizer_folder, target)
+        if mesh.is_writer:
+            point_to(target.with_name(LATEST), target)
 
 
 def throughput(metrics: Mapping[str, float], num_tokens: int, num_generated: int, world_size: int) -> dict[str, float]:

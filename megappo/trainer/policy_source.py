@@ -13,7 +13,8 @@ from megappo.errors import DataError
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.chunks import StageModel
-from megappo.models.import_hf import import_hf
+from megappo.models.families.decoder import SCORE
+from megappo.models.import_hf import import_hf, is_classifier
 from megappo.models.spec import ContextExchange, Experts, Layers
 from megappo.models.weight_map import Head
 from megappo.parallel.mesh import Mesh
@@ -60,12 +61,15 @@ class PolicySource:
 
     @property
     def head(self) -> Head:
-        """What stands on the decoder: a checkpoint without an actor is a reward model's."""
-        return "lm" if self.checkpoint is None or (self.checkpoint / "actor").is_dir() else "value"
+        """What stands on the decoder: a checkpoint without an actor is a reward model's, a folder with a classifier's
+        head a reward model."""
+        if self.checkpoint is None:
+            return "value" if is_classifier(self.folder) else "lm"
+        return "lm" if (self.checkpoint / "actor").is_dir() else "value"
 
     @property
     def role(self) -> str:
-        """The part of the checkpoint that is read."""
+        """The part of the checkpoint that is read, or that a folder becomes."""
         return "actor" if self.head == "lm" else "reward_model"
 
     @property
@@ -79,12 +83,15 @@ class PolicySource:
     def load(self, mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[StageModel, ModelSpec]:
         """The policy's shard on this rank, in `dtype` (the source's own when None). A collective call.
 
-        Raises DataError for the checkpoint of a reward model.
+        Raises DataError for a reward model.
         """
         if self.head != "lm":
+            kind = f"a sequence classifier (it has {SCORE})"
+            if self.checkpoint is not None:
+                kind = "a reward model's checkpoint (it holds no actor)"
             raise DataError(
-                f"{self.checkpoint}: a reward model's checkpoint (it holds no actor), and a policy is needed here; "
-                "score with it: a part of kind model in reward.parts"
+                f"{self.checkpoint or self.folder}: {kind}, and a policy is needed here; score with it: a part of kind "
+                "model in reward.parts"
             )
         return self.load_any(mesh, dtype)
 

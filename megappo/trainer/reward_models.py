@@ -13,7 +13,6 @@ from megappo.engines.training import ModelEngine
 from megappo.errors import DataError
 from megappo.models.build import read_model
 from megappo.models.families.decoder import SCORE
-from megappo.models.hf_folder import SafetensorsReader
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.policy_source import PolicySource
 from megappo.trainer.roles import DTYPES
@@ -42,14 +41,12 @@ def _reward_model(config: ExperimentConfig, part: RewardPartConfig, where: str, 
     """Raises DataError where the folder or checkpoint holds no reward model."""
     assert part.path is not None, "checked by require_sound"
     source = PolicySource.of(part.path)
-    if source.checkpoint is None:
-        with SafetensorsReader(source.folder) as reader:
-            if SCORE not in reader.names:
-                raise DataError(
-                    f"{where}.path: {part.path} has no tensor {SCORE}: it is no sequence classifier; give a folder "
-                    "that transformers' …ForSequenceClassification has saved, or the checkpoint of a reward model"
-                )
-    elif source.head != "value":
+    if source.head != "value":
+        if source.checkpoint is None:
+            raise DataError(
+                f"{where}.path: {part.path} has no tensor {SCORE}: it is no sequence classifier; give a folder "
+                "that transformers' …ForSequenceClassification has saved, or the checkpoint of a reward model"
+            )
         raise DataError(
             f"{where}.path: {part.path} is a policy's checkpoint; give one of a run with trainer.kind: reward_model"
         )
@@ -80,7 +77,7 @@ def _implicit_reward(config: ExperimentConfig, part: RewardPartConfig, where: st
         """A policy that is only run forward; `setting` is the key that names it, for messages."""
         source = PolicySource.of(path)
         if source.head != "lm":
-            raise DataError(f"{where}.{setting}: {path} is a reward model's checkpoint; give the one of a policy")
+            raise DataError(f"{where}.{setting}: {path} is a reward model; give a policy")
         model, spec = source.load_any(
             mesh, DTYPES[config.model.dtype], head="lm", layers=config.model.layers, experts=config.model.experts,
             cp_comm_type=config.model.cp_comm_type, is_packed=config.model.use_remove_padding,

@@ -20,11 +20,13 @@ from megappo.engines.optimizer_states import check_available
 from megappo.engines.routing import RouterCoefficients, limit_experts
 from megappo.engines.sharded import ShardedMemory, ShardedModel
 from megappo.engines.training import BaseEngine, ModelEngine, TrainingEngine
+from megappo.errors import DataError
 from megappo.models.attach_lora import attach_lora
 from megappo.models.build import ModelSpec, build_model, read_model
 from megappo.models.chunks import StageModel
+from megappo.models.families.decoder import SCORE
 from megappo.models.import_adapter import import_adapter
-from megappo.models.import_hf import import_hf
+from megappo.models.import_hf import import_hf, is_classifier
 from megappo.models.router import Capacity
 from megappo.models.sharded import Shards
 from megappo.models.weight_map import Head
@@ -117,6 +119,11 @@ class RoleBuilder:
         setting: str = "model.lora",
     ) -> StageModel:
         spec = read_model(Path(path))
+        if head == "lm" and is_classifier(path):
+            raise DataError(
+                f"{path}: a sequence classifier (it has {SCORE}), whose head a policy has no place for; give a "
+                "language model. critic.path, a reward part of kind model and trainer.kind: reward_model take such ones"
+            )
         has_lora = lora is not None and lora.is_used
         settings = self.config.model
         model = build_model(

@@ -80,8 +80,9 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
 
 
 def convert(request: ConvertRequest) -> ExitCode:
-    """Hugging Face folder → checkpoint (of an actor without an optimizer), or checkpoint → Hugging Face folder
-    (of adapters in PEFT's format, where it has some and `merged` is false). Raises ConfigError."""
+    """Hugging Face folder → checkpoint (of an actor, or of a reward model where the folder is a classifier's; no
+    optimizer), or checkpoint → Hugging Face folder (of adapters in PEFT's format, where it has some and `merged` is
+    false). Raises ConfigError."""
     mesh = _mesh(request.layout)
     shown = CommandProgress(speaks=mesh.is_writer)
     source = PolicySource.of(request.source, request.base)
@@ -98,7 +99,7 @@ def convert(request: ConvertRequest) -> ExitCode:
         export(model, spec, mesh, target)
     else:
         state = LoopState(step=0, data={}, kl_controller=None, seed=0)
-        write_checkpoint(target, {"actor": SavedRole(model, optimizer=None)}, state, mesh, spec, source.folder)
+        write_checkpoint(target, {source.role: SavedRole(model, optimizer=None)}, state, mesh, spec, source.folder)
     shown.end()
     if mesh.is_writer:
         print(f"{request.source} → {target}", flush=True)

@@ -32,7 +32,11 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "other", "qwen2", num_layers=4)
     write_checkpoint_files(folder / "run" / "checkpoints" / "step-000005", vocab_size=128)
     write_checkpoint_files(folder / "foreign", vocab_size=131)
+    tiny_model(folder / "small", vocab_size=32)
     (folder / "half").mkdir()
+    (folder / "half" / "held_out.jsonl").write_bytes((folder / "held_out.jsonl").read_bytes())
+    for place in (folder, folder / "half"):
+        (place / "pairs.jsonl").write_text(4 * '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n')
     return file
 
 
@@ -66,6 +70,10 @@ CASES = (
     Case("prompt too long", "data.train_files=[{folder}/long.jsonl] --data", ("{folder}/long.jsonl:2", "the prompt has 30 tokens, data.max_prompt_length is 24", "set data.max_prompt_length=30 or more"), "validate"),
     Case("more prompts than there are", "data.train_batch_size=16 actor.ppo_mini_batch_size=16 --data", ("14", "16", "set"), "validate"),
     Case("column that is not there", "data.prompt_key=question --data", ("train.jsonl:1", "question", "data.prompt_key"), "validate"),
+    Case("pairs without a column", "replay.pairs=[{folder}/train.jsonl] replay.fraction=0.25 --data", ("{folder}/train.jsonl:1: no column 'chosen'", "data.chosen_key"), "validate"),
+    Case("held-out files of one name", "data.val_files=[{folder}/held_out.jsonl,{folder}/half/held_out.jsonl] --data", ("data.val_files: {folder}/half/held_out.jsonl", "the second data set named 'held_out'"), "validate"),
+    Case("held-out pairs of one name", "trainer.kind=reward_model reward=null data.train_files=[{folder}/pairs.jsonl] data.val_files=[{folder}/pairs.jsonl,{folder}/half/pairs.jsonl] --data", ("data.val_files: {folder}/half/pairs.jsonl", "the second data set named 'pairs'"), "validate"),
+    Case("tokenizer of a larger vocabulary", "model.path={folder}/small model.tokenizer_path={folder}/model --data", ("{folder}/model: its tokenizer gives token", "the vocabulary of {folder}/small ends at 31"), "validate"),
     Case("heads", "layout.tp=3", ("layout.tp: 3 (command line)", "does not divide the 4 attention heads (2 KV heads)", "2 or 4")),
     Case("layers", "layout.pp=3", ("layout.pp: 3 (command line)", "does not divide the 2 layers", "2")),
     Case("world size", "layout.tp=2 layout.pp=2 --nproc 3", ("layout.tp: 2 (command line)", "tp 2 · pp 2 = 4 ranks", "does not divide 3 ranks", "start another number of ranks (nearest that can: 4)")),

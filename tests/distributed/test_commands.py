@@ -46,6 +46,7 @@ REPLICAS = {"dp4": "4 replicas of 1 rank", "ep2": "2 replicas of 2 ranks", "ep4"
 Printed = dict[str, list[dict[str, str]]]
 """What each rank printed, by the name of the request."""
 EVALUATED = {"dp4": {}, "ep2": {"ep": 2}}
+REFUSED = ("too long", "answers of classifier", "answers of judge")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run_experiment(root)
     for family in MODELS:
         tiny_tokenizer(tiny_model(root / family, family, max_shard_size="40KB"))
+    tiny_tokenizer(tiny_model(root / "classifier", tied=True, value_head=True))
     (root / "held_out.jsonl").write_text(
         "".join(json.dumps({"prompt": text, "answer": "3"}) + "\n" for text in PROMPTS)
     )
@@ -111,6 +113,11 @@ def many_ranks(folder: Path, one_rank: Printed) -> Printed:
     requests |= {"generated one idle": generation(folder, "mixtral", {}, **GREEDY | {"prompts": PROMPTS[:3]})}
     requests |= {"too long": generation(folder, "qwen3_moe", {}, prompts=("a", "b", "c", "d" * 600))}
     requests |= {f"evaluated {name}": evaluation(folder, one) for name, one in EVALUATED.items()}
+    for source, target, layout in (("classifier", "judge", {"pp": 2}), ("judge", "classifier again", {"tp": 2})):
+        requests[target] = ConvertRequest(
+            source=str(folder / source), target=str(folder / target), layout=LayoutConfig.model_validate(layout)
+        )
+        requests[f"answers of {source}"] = generation(folder, source, layout)
     return carried_out(folder, WORLD, requests)
 
 
@@ -178,7 +185,7 @@ def test_scores_are_those_of_one_rank_of_prompts_that_are_shared_unevenly(many_r
 def test_one_rank_of_all_speaks(many_ranks: Printed) -> None:
     for name, (first, *others) in many_ranks.items():
         assert first["err"].startswith("reading "), name
-        if name != "too long":
+        if name not in REFUSED:
             assert first["out"], name
             assert others == [{"out": "", "err": "", "mistake": ""}] * len(others), name
     for name, replicas in REPLICAS.items():
@@ -193,3 +200,26 @@ def test_a_prompt_that_is_too_long_is_told_by_its_number_on_every_rank(
 ) -> None:
     said = {rank["mistake"] for rank in many_ranks["too long"]}
     assert len(said) == 1 and said.pop().startswith("prompt 6 has 6")
+
+
+def test_a_classifier_becomes_the_checkpoint_of_a_reward_model_and_comes_back_to_the_bit(
+    folder: Path, many_ranks: Printed
+) -> None:
+    """Tied, so that a language model would miss none of its tensors, and lose the head."""
+    assert many_ranks["judge"][0]["out"] == f"{folder}/classifier → {folder}/judge\n"
+    assert (folder / "judge" / "reward_model").is_dir() and not (folder / "judge" / "actor").exists()
+    found, expected = read_folder(folder / "classifier again"), read_folder(folder / "classifier")
+    assert found.keys() == expected.keys() and expected["score.weight"].shape == (1, 32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    config = json.loads((folder / "classifier again" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [("classifier", "a sequence classifier (it has score.weight)"), ("judge", "a reward model's checkpoint")],
+)
+def test_a_reward_model_answers_no_prompts(many_ranks: Printed, folder: Path, source: str, what: str) -> None:
+    for rank in many_ranks[f"answers of {source}"]:
+        assert rank["mistake"].startswith(f"{folder}/{source}: {what}")
+        assert "a policy is needed here; score with it: a part of kind model in reward.parts" in rank["mistake"]

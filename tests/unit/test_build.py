@@ -1,15 +1,18 @@
 """What the wiring refuses before a model is built."""
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from megappo.errors import ConfigError, DataError
 from megappo.models.architecture import ModelSpec
 from megappo.models.families.llama import Llama
+from megappo.parallel.mesh import Mesh
 from megappo.trainer.build import load_evaluation_sets, refuse_foreign_tokens
+from megappo.trainer.roles import RoleBuilder, TrainedRole
 from tests.support.experiments import small_experiment
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 
 def test_two_evaluation_sets_of_one_name(tmp_path: Path) -> None:
@@ -26,6 +29,19 @@ def test_two_evaluation_sets_of_one_name(tmp_path: Path) -> None:
     both = small_experiment(tmp_path, f"data.val_files=[{', '.join(files)}]", plain)
     with pytest.raises(ConfigError, match=r"more/held\.jsonl would be the second data set named 'held'"):
         load_evaluation_sets(both, tokenizer)
+
+
+def test_a_classifier_is_no_policy(tmp_path: Path) -> None:
+    """Not even where its embeddings are tied, and so nothing is missing in it; refused before ranks are asked."""
+    mesh = cast(Mesh, None)
+    classifier = tiny_model(tmp_path / "classifier", tied=True, value_head=True)
+    config = small_experiment(tmp_path, f"model.path={classifier}")
+    with pytest.raises(DataError, match=r"classifier: a sequence classifier \(it has score.weight\).* critic.path"):
+        RoleBuilder(config, mesh).actor(total_steps=1)
+    policy = tiny_model(tmp_path / "policy", tied=True)
+    config = small_experiment(tmp_path, f"model.path={policy}", f"ref.path={classifier}")
+    with pytest.raises(DataError, match=r"classifier: a sequence classifier"):
+        RoleBuilder(config, mesh).reference(cast(TrainedRole, None))
 
 
 def test_tokens_that_the_model_lacks(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.tokenizer import load_tokenizer
+from megappo.config.model import ModelConfig
+from megappo.data.tokenizer import load_tokenizer, run_tokenizer
 from megappo.errors import DataError
+from megappo.models.hf_folder import copy_companions
 from tests.support.tokenizers import CHARACTERS, char_ids, save_tokenizer
 
 
@@ -42,6 +44,39 @@ def test_end_tokens(tmp_path: Path, generation_config: dict[str, object] | None,
         (folder / "generation_config.json").write_text(json.dumps(generation_config))
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.eos_ids, tokenizer.eos_id) == (expected, 2)
+
+
+@pytest.mark.parametrize(
+    ("of_words", "of_model", "expected"),
+    [
+        (None, {"eos_token_id": [2, 7]}, (2, 7)),
+        ({"eos_token_id": 5}, {"eos_token_id": [2, 7]}, (2, 5)),
+        ({}, {"eos_token_id": [2, 7]}, (2,)),  # one file is read, as a checkpoint of the run holds one
+        (None, None, (2,)),
+    ],
+)
+def test_end_tokens_of_a_model_whose_tokenizer_is_elsewhere(
+    tmp_path: Path, of_words: dict[str, object] | None, of_model: dict[str, object] | None, expected: tuple[int, ...]
+) -> None:
+    """And what the run's checkpoints hold in one folder has the same."""
+    words, model, saved = save_tokenizer(tmp_path / "words"), tmp_path / "model", tmp_path / "saved"
+    model.mkdir()
+    saved.mkdir()
+    for folder, content in ((words, of_words), (model, of_model)):
+        if content is not None:
+            (folder / "generation_config.json").write_text(json.dumps(content))
+    tokenizer = run_tokenizer(ModelConfig(path=str(model), tokenizer_path=str(words)))
+    assert (tokenizer.eos_ids, tokenizer.eos_id) == (expected, 2)
+    copy_companions(model, saved, words)
+    assert load_tokenizer(saved).eos_ids == expected
+
+
+def test_end_tokens_that_the_tokenizer_has_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, last = save_tokenizer(tmp_path), 2 + len(CHARACTERS)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [last, last + 1, 128009]}))
+    assert load_tokenizer(folder).eos_ids == (2, 46) == (2, last)
+    assert "generation_config.json: the end tokens [47, 128009] are left out" in caplog.text
+    assert "vocabulary ends at 46" in caplog.text
 
 
 def test_padding_is_the_end_token_where_there_is_none(tmp_path: Path) -> None:

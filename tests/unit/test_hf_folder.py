@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megappo.errors import DataError
-from megappo.models.hf_folder import SafetensorsReader, SafetensorsWriter, write_index
+from megappo.models.hf_folder import SafetensorsReader, SafetensorsWriter, copy_companions, write_index
 
 
 def test_slices(tmp_path: Path) -> None:
@@ -63,3 +63,29 @@ def test_one_file_needs_no_index(tmp_path: Path) -> None:
     writer.flush()
     write_index(tmp_path, writer.file_of, writer.num_bytes)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ((), {"config.json": "model", "generation_config.json": "model", "tokenizer.json": "words"}),
+        (
+            ("config.json", "generation_config.json", "vocab.json"),
+            {
+                "config.json": "model",
+                "generation_config.json": "words",
+                "tokenizer.json": "words",
+                "vocab.json": "words",
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_of_another_folder(tmp_path: Path, own: tuple[str, ...], expected: dict[str, str]) -> None:
+    """Its files alone, with the generation_config.json that it may have; the model's configuration always."""
+    of_model = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "added_tokens.json")
+    for folder, names in (("model", of_model), ("words", ("tokenizer.json", *own)), ("out", ())):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(folder)
+    copy_companions(tmp_path / "model", tmp_path / "out", tmp_path / "words")
+    assert {file.name: file.read_text() for file in (tmp_path / "out").iterdir()} == expected
