@@ -74,7 +74,7 @@ class Collector:
             samples = [sample for lot in lots for sample in lot.samples]
             step.record(self.rollout.turn_metrics(samples))
             if isinstance(self.reward, SetRewards):
-                scores = [score for lot in lots for score in lot.scored.batch.scores]
+                scores = [score for lot in lots for score in lot.scored.batch.totals]
                 step.record(set_scores(samples, scores, self.reward.names, self.mesh))
 
 

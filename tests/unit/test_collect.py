@@ -188,8 +188,9 @@ def collected_by(what: type[GroupFilter] | None) -> Step:
         return [dialogue(at, "ab"[at // 2], mask, "error" if at == 3 else "stop") for at, mask in made]
 
     def score(samples: list[RolloutSample]) -> ScoredSamples:
-        scores = LOT_SCORES[next(numbers)]
-        return ScoredSamples(ScoredBatch(list(scores), {}, [{} for _ in scores], []), None)
+        scores = [score - 0.25 for score in LOT_SCORES[next(numbers)]]
+        tokens: Any = [(0.25,) for _ in scores]  # a part of each is the reward of a token
+        return ScoredSamples(ScoredBatch(scores, {}, [{} for _ in scores], [], tokens), None)
 
     rollout.generate = generate
     switches = iter(SWITCHES)
@@ -239,6 +240,6 @@ def test_a_response_is_at_its_limit_with_the_environments_tokens() -> None:
     batch = ExperienceBatch.from_samples([dialogue(at, "a", mask) for at, mask in enumerate(masks)])
     zeros = torch.zeros(batch.num_tokens)
     batch = batch.fill(token_rewards=zeros, old_log_probs=batch.rollout_log_probs.clone(), scores=torch.zeros(4))
-    found = experience_metrics(batch, ScoredBatch([0.0] * 4, {}, [{}] * 4, []), ALONE, 4)
+    found = experience_metrics(batch, ScoredBatch([0.0] * 4, {}, [{}] * 4, []), zeros, ALONE, 4)
     assert found["response_length/clip_ratio"] == 2 / 4
     assert (found["response_length/mean"], found["response_length/max"]) == ((2 + 4 + 3 + 0) / 4, 4)
