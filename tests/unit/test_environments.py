@@ -1,6 +1,9 @@
 """Environments: the calculator, replies as tokens, asking with time limits, and turns with a scripted engine."""
 
 import asyncio
+import dataclasses
+import socketserver
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -71,6 +74,48 @@ class SlowAsync(Slow):
         return None if turn == "end" else Reply(f"{turn} {self.turns}")
 
 
+class Hanging:
+    """Each turn names another way to take 3 seconds, or the thread that answers it."""
+
+    turns_at_once = asyncio.Semaphore(1)
+
+    def __init__(self, prompt: Prompt) -> None:
+        if prompt.text == "slow":
+            time.sleep(3)
+        self.lock = asyncio.Lock()
+
+    async def answer(self, turn: str) -> Reply:
+        async with self.turns_at_once if turn == "semaphore" else self.lock:
+            await asyncio.sleep(0.01)  # others of the semaphore wait: it binds itself to the loop
+            if turn == "thread":
+                await asyncio.to_thread(time.sleep, 3)
+            if turn == "block":
+                await asyncio.sleep(0.1)
+                time.sleep(3)
+            return Reply(str(threading.get_ident()))
+
+
+class EchoingServer(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(b"got " + line)
+
+
+class Connected:
+    """Asks a server on the port that is the prompt's answer, through one connection for all turns."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.port = prompt.answer
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def answer(self, turn: str) -> Reply:
+        if self.streams is None:
+            self.streams = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = self.streams
+        writer.write(f"{turn}\n".encode())
+        return Reply((await reader.readline()).decode().strip())
+
+
 class Wrong:
     def __init__(self, prompt: Prompt) -> None:
         raise RuntimeError("no room")
@@ -90,6 +135,52 @@ def test_asking_is_bounded_and_errors_are_answers(kind: type) -> None:
     expected: list[Answer] = [Reply("hello 1"), slow, Failure("KeyError: 'gone'"), None, Reply("hello 1")]
     assert first == expected
     assert ask_all([seats[0]], ["again"], 0.3) == [Reply("again 2")]  # the same object
+
+
+def asked_within(seconds: float, seats: Sequence[Seat], turns: Sequence[str], limit: float) -> list[Answer]:
+    begin = time.monotonic()
+    answers = ask_all(seats, turns, limit)
+    assert time.monotonic() - begin < seconds
+    return answers
+
+
+def test_the_limit_of_async_environments_holds_whatever_they_do() -> None:
+    slow = "no answer within rollout.multi_turn.timeout_seconds 0.3"
+    blocked = slow + ": a call without await blocks the event loop; use `await asyncio.to_thread(…)` for it"
+    seat = Seat(Hanging, PROMPT)
+    (first,) = ask_all([seat], ["x"], 5)
+    # Threads that hang hold up no later turn, though a pool of them is full.
+    assert asked_within(2, [Seat(Hanging, PROMPT) for _ in range(40)], ["thread"] * 40, 0.3) == [Failure(slow)] * 40
+    assert ask_all([seat], ["x"], 5) == [first]  # the same loop
+    assert asked_within(2, [seat, Seat(Hanging, PROMPT)], ["x", "block"], 0.3) == [first, Failure(blocked)]
+    (second,) = asked_within(2, [Seat(Hanging, PROMPT)], ["x"], 5)  # a loop of its own, while the other is blocked
+    assert isinstance(second, Reply) and second != first
+    making = Seat(Hanging, dataclasses.replace(PROMPT, text="slow"))
+    assert asked_within(2, [making], ["x"], 0.3) == [Failure(blocked)]
+    (third,) = asked_within(2, [Seat(Hanging, PROMPT)], ["x"], 5)
+    assert isinstance(third, Reply) and third not in (first, second)
+
+
+def test_a_loop_that_was_blocked_and_is_no_more_is_kept() -> None:
+    (first,) = ask_all([Seat(Hanging, PROMPT)], ["x"], 5)
+    (failure,) = ask_all([Seat(Hanging, PROMPT)], ["block"], 0.3)
+    assert isinstance(failure, Failure)
+    time.sleep(3.2)
+    assert ask_all([Seat(Hanging, PROMPT)], ["x"], 5) == [first]
+
+
+def test_async_environments_keep_their_loop_over_turns() -> None:
+    listening = socketserver.ThreadingTCPServer(("127.0.0.1", 0), EchoingServer)
+    listening.daemon_threads = True
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    seat = Seat(Connected, dataclasses.replace(PROMPT, answer=str(listening.server_address[1])))
+    for turn in ("one", "two", "three"):
+        assert ask_all([seat], [turn], 5) == [Reply(f"got {turn}")]
+    listening.shutdown()
+    seats = [Seat(Hanging, PROMPT) for _ in range(3)]
+    for _ in range(3):
+        answers = ask_all(seats, ["semaphore"] * 3, 5)
+        assert answers[0] is not None and isinstance(answers[0], Reply) and answers == [answers[0]] * 3
 
 
 def test_an_environment_that_cannot_be_made_or_answers_nonsense() -> None:
