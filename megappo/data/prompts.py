@@ -132,4 +132,4 @@ def response_ids(tokenizer: Tokenizer, prompt: list[int], joint: list[int], resp
     """The response as it follows the prompt in one text; on its own where a token would span the border."""
     if joint[: len(prompt)] == prompt:
         return joint[len(prompt) :]
-    return tokenizer.encode(response)
+    return tokenizer.encode_after(response)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
 from megappo.data.sources import HUB_PREFIX, first_line
 from megappo.errors import DataError
+
+ANCHOR = "\n"
+"""Stands for text before another: no pre-tokenizer joins it with a word, a number or a space that follows."""
 
 
 class Message(TypedDict):
@@ -47,6 +51,21 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; with `add_special_tokens`, what the tokenizer adds of its own around a text."""
         return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of `text` where it goes on from another text, without special tokens around.
+
+        SentencePiece's tokenizers (Llama 2, Mistral) put a space before a text, and between two parts of one there is
+        none: they encode `text` behind an anchor, whose tokens are cut off. Where those are not how both together
+        begin, and with other tokenizers, `text` is encoded alone.
+        """
+        anchor, joint = self.encode_batch([ANCHOR, ANCHOR + text]) if self._begins_with_space else ([], [])
+        return joint[len(anchor) :] if anchor and joint[: len(anchor)] == anchor else self.encode(text)
+
+    @cached_property
+    def _begins_with_space(self) -> bool:
+        alone, anchor, joint = self.encode_batch(["a", ANCHOR, ANCHOR + "a"])
+        return joint != anchor + alone
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of many texts, faster than one by one."""

@@ -23,7 +23,7 @@ from megappo.errors import ConfigError, DataError
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.workers.turns import ReplicaRanks, TurnTaking
-from tests.support.tokenizers import char_ids, save_tokenizer
+from tests.support.tokenizers import char_ids, save_sentencepiece_tokenizer, save_tokenizer
 
 PROMPT = Prompt(0, "made", tuple(char_ids("q")), "q")
 
@@ -208,6 +208,15 @@ def test_replies_as_tokens(tmp_path: Path) -> None:
     assert chat.message_ids("user", "15", [7]) == char_ids("[user]15[assistant]")
     with pytest.raises(DataError, match="no role tool here"):
         chat.message_ids("tool", "15", [])
+
+
+@pytest.mark.parametrize("prepends", [True, False])
+def test_a_reply_follows_the_turn_without_a_space(tmp_path: Path, prepends: bool) -> None:
+    tokenizer = load_tokenizer(save_sentencepiece_tokenizer(tmp_path, prepends=prepends))
+    assert tokenizer.decode([*tokenizer.encode("so 12+3="), *ReplyEncoder(tokenizer).text_ids("15")]) == "so 12+3=15"
+    tokenizer._backend.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
+    tokens = tokenizer._backend.convert_ids_to_tokens(ReplyEncoder(tokenizer).message_ids("tool", "15", []))
+    assert tokens == list("[tool]15[a]")
 
 
 def test_a_template_that_closes_turns_does_not_close_twice(tmp_path: Path) -> None:
