@@ -16,7 +16,8 @@ ANCHOR = "\n"
 
 
 class Message(TypedDict):
-    """One turn of a chat, as chat templates take it."""
+    """One turn of a chat, as chat templates take it. A turn of data has the row's other keys too (`tool_calls`, `name`,
+    `tool_call_id`), and may have no content where it has `tool_calls`."""
 
     role: str
     content: str
@@ -89,7 +90,7 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: a template that joins texts, and content is null
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses messages with the roles [{roles}]: {error}") from error
         return text
