@@ -34,6 +34,7 @@ PROMPT = Prompt(0, "made", tuple(char_ids("q")), "q")
         ("12+3", "15"), ("2*(3-5)", "-4"), ("7/2", "3.5"), ("6/3", "2"), ("1/3", "0.3333333333"), ("7//2", "3"),
         ("7%4", "3"), ("0.1+0.2", "0.3"), (" 5 ", "5"), ("99999999999*99999999999", "9999999999800000000001"),
         ("1/0", "error"), ("9**9**9", "error"), ("__import__('os')", "error"), ("1+", "error"), ("", "error"),
+        ("1e308*1e308/3", "error"), ("*".join(["1e308"] * 20), "error"), ("*".join(["1e200"] * 20), "1" + "0" * 4000),
         ("True+1", "error"), ("(" * 150 + "1", "error"), ("1+" * 150 + "1", "error"),
     ],
 )  # fmt: skip
@@ -46,6 +47,9 @@ def test_calculator_answers_calls_and_ends_otherwise() -> None:
     assert calculator.answer("so <<2+2>> and <<12*12>>") == Reply("144")
     assert calculator.answer("the answer is 4") is None
     assert calculator.answer("12>>") is None
+    assert calculator.answer("so <<2+2>> is 4") is None
+    for rest in ("\n", " \n\n", ".", ">", ")\n", "x"):  # what is in one token with the end of the call
+        assert calculator.answer(f"<<1>> so <<2+2>>{rest}") == Reply("4")
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n</tool_call>'
     assert calculator.answer(call) == Reply("12", role="tool")
     assert calculator.answer(call + "<tool_call>{broken}</tool_call>") == Reply("12\nerror", role="tool")
