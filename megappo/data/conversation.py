@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from megappo.data.tokenizer import Message, Tokenizer
 from megappo.errors import ConfigError, DataError
@@ -39,8 +40,8 @@ class ConversationEncoder:
 
     def _text(self, prompt: Prompt, response: str) -> str:
         if not self._chat:
-            return "\n".join(turn["content"] for turn in prompt.messages) + response
-        turns = [Message(role=turn["role"], content=turn["content"]) for turn in prompt.messages]
+            return "\n".join(turn.get("content") or "" for turn in prompt.messages) + response
+        turns = [cast(Message, dict(turn)) for turn in prompt.messages]
         try:
             return self._tokenizer.render_chat(
                 [*turns, Message(role="assistant", content=response)], add_generation_prompt=False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megappo.config.data import DataConfig
 from megappo.config.problem import shortened
@@ -98,10 +99,14 @@ def _response_text(row: Row, key: str, setting: str, render: PromptRenderer) -> 
     prompt = render.messages(row)
     if len(turns) > 1:
         turns = _without_prompt(turns, prompt)
-    if len(turns) != 1 or turns[0]["role"] != "assistant" or not isinstance(turns[0]["content"], str):
+    if len(turns) != 1 or turns[0]["role"] != "assistant" or not isinstance(turns[0].get("content"), str):
         raise DataError(
             f"{row.place}: {key!r} must be a string or one assistant's turn, alone or after the turns of the prompt "
             f"exactly as they stand there, not {shortened(repr(value), 80)}"
+        )
+    if turns[0].get("tool_calls"):
+        raise DataError(
+            f"{row.place}: {key!r} is an assistant's turn with tool_calls; write it as a string, as the model writes it"
         )
     return turns[0]["content"]
 
@@ -109,6 +114,13 @@ def _response_text(row: Row, key: str, setting: str, render: PromptRenderer) -> 
 def _without_prompt(turns: list[Message], prompt: list[Message]) -> list[Message]:
     """The turns after those of the prompt, whose system turn a response may leave out."""
     for head in (prompt, prompt[1:] if prompt[0]["role"] == "system" else prompt):
-        if head and turns[: len(head)] == head:
+        if head and _without_nulls(turns[: len(head)]) == _without_nulls(head):
             return turns[len(head) :]
     return turns
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the keys that are null: Parquet gives an object of one column those of the column's other rows."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -80,7 +80,7 @@ def prompts_of(
                 text=text if row.index not in fitted.cut else tokenizer.decode(token_ids, skip_special_tokens=False),
                 answer=answer_text(row.get(str(data.answer_key), "data.answer_key")) if has_answer else None,
                 extra={k: v for k, v in row.columns.items() if k not in (data.prompt_key, data.answer_key)},
-                messages=tuple({"role": turn["role"], "content": turn["content"]} for turn in render.messages(row)),
+                messages=tuple(dict(turn) for turn in render.messages(row)),
             )
         )
     return prompts
@@ -132,4 +132,4 @@ def response_ids(tokenizer: Tokenizer, prompt: list[int], joint: list[int], resp
     """The response as it follows the prompt in one text; on its own where a token would span the border."""
     if joint[: len(prompt)] == prompt:
         return joint[len(prompt) :]
-    return tokenizer.encode(response)
+    return tokenizer.encode_after(response)

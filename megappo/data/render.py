@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from megappo.config.data import DataConfig
 from megappo.config.problem import shortened
@@ -84,18 +84,30 @@ def _without_end(token_ids: list[int], eos_ids: tuple[int, ...]) -> list[int]:
 
 
 def chat_messages(value: Any, row: Row, key: str) -> list[Message]:
-    """A column's value as chat turns; DataError where it is no list of them."""
+    """A column's value as chat turns with all their keys; DataError where it is no list of them.
+
+    Parquet gives every turn the keys of all: those that are null are left out.
+    """
     well_formed = (
         isinstance(value, Sequence)
         and len(value) > 0
-        and all(isinstance(turn, Mapping) and {"role", "content"} <= turn.keys() for turn in value)
+        and all(isinstance(turn, Mapping) and "role" in turn and _says_something(turn) for turn in value)
     )
     if not well_formed:
         raise DataError(
             f"{row.place}: {key!r} must be a string or a list of messages with role and content, "
             f"not {shortened(repr(value), 80)}"
         )
-    return [Message(role=str(turn["role"]), content=turn["content"]) for turn in value]
+    return [_message(turn) for turn in value]
+
+
+def _says_something(turn: Mapping[str, Any]) -> bool:
+    return "content" in turn or bool(turn.get("tool_calls"))
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    others = {key: of for key, of in turn.items() if key == "content" or of is not None}
+    return cast(Message, others | {"role": str(turn["role"])})
 
 
 def answer_text(value: Any) -> str:

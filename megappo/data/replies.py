@@ -19,7 +19,7 @@ class ReplyEncoder:
 
     def text_ids(self, text: str) -> list[int]:
         """Text that follows the model's own as it is."""
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode_after(text)
 
     def message_ids(self, role: str, text: str, turn: Sequence[int]) -> list[int]:
         """What closes the model's turn, a message of `role`, and what opens the model's next turn.
@@ -43,6 +43,6 @@ class ReplyEncoder:
         after = chat.find(TURN, first + 1)
         if after < 0:
             raise DataError("the chat template leaves the model's earlier turns out; messages can't follow them")
-        ids = self._tokenizer.encode(chat[after + len(TURN) :])
+        ids = self._tokenizer.encode_after(chat[after + len(TURN) :])
         ends = self._tokenizer.eos_ids
         return ids[1:] if ids and ids[0] in ends and turn and turn[-1] in ends else ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -14,9 +15,13 @@ from megappo.errors import DataError
 
 _log = logging.getLogger(__name__)
 
+ANCHOR = "\n"
+"""Stands for text before another: no pre-tokenizer joins it with a word, a number or a space that follows."""
+
 
 class Message(TypedDict):
-    """One turn of a chat, as chat templates take it."""
+    """One turn of a chat, as chat templates take it. A turn of data has the row's other keys too (`tool_calls`, `name`,
+    `tool_call_id`), and may have no content where it has `tool_calls`."""
 
     role: str
     content: str
@@ -52,6 +57,21 @@ class Tokenizer:
         """Token ids of `text`; with `add_special_tokens`, what the tokenizer adds of its own around a text."""
         return self.encode_batch([text], add_special_tokens)[0]
 
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of `text` where it goes on from another text, without special tokens around.
+
+        SentencePiece's tokenizers (Llama 2, Mistral) put a space before a text, and between two parts of one there is
+        none: they encode `text` behind an anchor, whose tokens are cut off. Where those are not how both together
+        begin, and with other tokenizers, `text` is encoded alone.
+        """
+        anchor, joint = self.encode_batch([ANCHOR, ANCHOR + text]) if self._begins_with_space else ([], [])
+        return joint[len(anchor) :] if anchor and joint[: len(anchor)] == anchor else self.encode(text)
+
+    @cached_property
+    def _begins_with_space(self) -> bool:
+        alone, anchor, joint = self.encode_batch(["a", ANCHOR, ANCHOR + "a"])
+        return joint != anchor + alone
+
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of many texts, faster than one by one."""
         if not texts:
@@ -74,7 +94,7 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: a template that joins texts, and content is null
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses messages with the roles [{roles}]: {error}") from error
         return text

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megappo.environments.environment import Environment, Reply
+from megappo.environments.loop import EnvironmentLoop
 from megappo.experience.sample import Prompt
 
 MAX_THREADS = 32
@@ -25,6 +25,9 @@ class Failure:
 
 
 Answer = Reply | Failure | None
+
+_LOOP = EnvironmentLoop()
+"""The process's, as a semaphore that a class holds for all its environments is."""
 
 
 @dataclass
@@ -46,14 +49,14 @@ class Seat:
 
 
 def ask_all(seats: Sequence[Seat], turns: Sequence[str], timeout_seconds: float) -> list[Answer]:
-    """The answer to each turn. Async environments are asked in one event loop, others in threads.
+    """The answer to each turn. Async environments are made and asked in one event loop, others in threads.
 
     A thread can't be ended: one that is too slow is left behind, and its sequence never asks again.
     """
     if not seats:
         return []
     if seats[0].is_async:
-        return asyncio.run(_ask_async(seats, turns, timeout_seconds))
+        return _ask_async(seats, turns, timeout_seconds)
     answers: list[Answer] = []
     for start in range(0, len(seats), MAX_THREADS):
         stop = start + MAX_THREADS
@@ -61,17 +64,16 @@ def ask_all(seats: Sequence[Seat], turns: Sequence[str], timeout_seconds: float)
     return answers
 
 
-async def _ask_async(seats: Sequence[Seat], turns: Sequence[str], timeout_seconds: float) -> list[Answer]:
-    async def one(seat: Seat, turn: str) -> Answer:
+def _ask_async(seats: Sequence[Seat], turns: Sequence[str], timeout_seconds: float) -> list[Answer]:
+    async def one(seat: Seat, turn: str) -> tuple[Answer]:
         try:
-            coroutine: Coroutine[Any, Any, object] = seat.ask(turn)
-            return _checked(await asyncio.wait_for(coroutine, timeout_seconds))
-        except TimeoutError:
-            return _too_slow(timeout_seconds)
+            return (_checked(await seat.ask(turn)),)
         except Exception as error:  # noqa: BLE001  the user's code may raise anything
-            return _failed(error)
+            return (_failed(error),)
 
-    return list(await asyncio.gather(*map(one, seats, turns)))
+    outcome = _LOOP.run([one(seat, turn) for seat, turn in zip(seats, turns, strict=True)], timeout_seconds)
+    late = _blocked(timeout_seconds) if outcome.is_blocked else _too_slow(timeout_seconds)
+    return [late if result is None else result[0] for result in outcome.results]
 
 
 def _ask_in_threads(seats: Sequence[Seat], turns: Sequence[str], timeout_seconds: float) -> list[Answer]:
@@ -103,6 +105,11 @@ def _checked(answer: object) -> Answer:
 
 def _too_slow(timeout_seconds: float) -> Failure:
     return Failure(f"no answer within rollout.multi_turn.timeout_seconds {timeout_seconds:g}")
+
+
+def _blocked(timeout_seconds: float) -> Failure:
+    late = _too_slow(timeout_seconds).error
+    return Failure(f"{late}: a call without await blocks the event loop; use `await asyncio.to_thread(…)` for it")
 
 
 def _failed(error: Exception) -> Failure:

@@ -13,6 +13,8 @@ from megappo.environments.environment import Reply
 from megappo.experience.sample import Prompt
 
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+REST = re.compile(r"\S*\s*")
+"""What the token that ends a call can hold behind it, as in `>>\\n` or `>>.`: a turn ends with a whole token."""
 MAX_CHARACTERS = 200
 """Of an expression: the parser is recursive."""
 NO_RESULT = "error"
@@ -28,9 +30,9 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class Calculator:
-    """Answers a turn that ends with `<<expression>>` with the result, after which the model goes on in the same text;
-    and a turn with `<tool_call>{"name": "calculator", "arguments": {"expression": …}}</tool_call>` with a message of
-    the role tool. Any other turn ends the response. An expression that can't be computed gives `error`."""
+    """Answers a turn whose last token closes `<<expression>>` with the result, after which the model goes on in the
+    same text; and a turn with `<tool_call>{"name": "calculator", "arguments": {"expression": …}}</tool_call>` with a
+    message of the role tool. Any other turn ends the response. An expression that can't be computed gives `error`."""
 
     stop = (">>",)
 
@@ -39,8 +41,10 @@ class Calculator:
 
     def answer(self, turn: str) -> Reply | None:
         """The result of `<<expression>>` at the turn's end, or of each `<tool_call>`; None where nothing was asked."""
-        if turn.endswith(">>") and "<<" in turn:
-            return Reply(calculated(turn[turn.rindex("<<") + 2 : -2]))
+        _, opened, call = turn.rpartition("<<")
+        expression, closed, rest = call.partition(">>")
+        if opened and closed and REST.fullmatch(rest):
+            return Reply(calculated(expression))
         calls = CALL.findall(turn)
         if not calls:
             return None
@@ -53,9 +57,10 @@ def calculated(expression: str) -> str:
         return NO_RESULT
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        # Python writes no integer of over 4300 digits (ValueError), and a float ends at 1.8e308 (OverflowError).
+        return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError):
         return NO_RESULT
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
 def _called(call: str) -> str:

@@ -25,7 +25,7 @@ class Environment(Protocol):
     """One sequence's environment; the class is called with the sequence's prompt.
 
     A class attribute `stop`, a tuple of strings, names what ends a turn of the model besides its end token and
-    `rollout.stop`; the turn's text keeps it.
+    `rollout.stop`; the turn's text keeps it, and what else the token holds that completes it (`?\\n` for `?`).
     """
 
     def __init__(self, prompt: Prompt) -> None: ...

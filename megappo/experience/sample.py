@@ -19,7 +19,8 @@ class Prompt:
 
     `index` is the row in its data set; `source` names the data set; `answer` is the ground truth that rule rewards
     compare with; `extra` holds the row's other columns, as read. `messages` is the prompt before it was rendered, as
-    chat turns with `role` and `content` (a string is one user's turn), for models with another template.
+    chat turns with `role`, `content` and what else the row's turns have (a string is one user's turn), for models with
+    another template.
     """
 
     index: int
@@ -28,7 +29,7 @@ class Prompt:
     text: str
     answer: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

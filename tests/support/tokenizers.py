@@ -38,3 +38,37 @@ def save_tokenizer(
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     return folder
+
+
+def save_sentencepiece_tokenizer(folder: Path, *, prepends: bool) -> Path:
+    """Characters as tokens, and a space `▁` put before a text as Llama 2 does it (`prepends`: before each piece between
+    special tokens) or as Mistral does (else: before the first)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, "▁", "\n", *CHARACTERS.replace(" ", "")])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    if prepends:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def save_byte_level_tokenizer(folder: Path) -> Path:
+    """GPT-2's kind: bytes, of which a few are merged, among them two newlines (`ĊĊ`) and a space with a letter."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("Ċ", "Ċ"), ("Ġ", "m"), ("4", "0"), ("o", "r"), ("Ċ", "4"), ("Ċ", "m")]
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return folder

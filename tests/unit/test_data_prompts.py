@@ -5,10 +5,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from megappo.config.data import DataConfig
 from megappo.data.prompts import load_prompts, load_supervised
+from megappo.data.render import PromptRenderer
+from megappo.data.sources import read_rows
+from megappo.data.text_prompts import TextPrompts
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.errors import ConfigError, DataError
 from tests.support.tokenizers import char_ids, save_tokenizer
@@ -73,6 +78,46 @@ def test_chat_messages(tmp_path: Path, chat: Tokenizer) -> None:
     assert first.text == "[system]s[user]1[assistant]2[user]3[assistant]"
     assert second.text == "[system]own[user]1[assistant]2[user]3[assistant]"  # a row's own system message stays
     assert first.answer is None
+
+
+CALLS = [
+    {"role": "user", "content": "2*3"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": {"name": "mul", "args": "23"}}]},
+    {"role": "tool", "content": "6", "tool_call_id": "c1", "name": "mul"},
+]
+CALLS_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}{{ '.' + m.name if 'name' in m }}"
+    "{{ '.' + m.tool_call_id if 'tool_call_id' in m }}]{{ m.content if m.content is not none }}"
+    "{% for call in m.tool_calls %}[{{ call.id }}.{{ call.function.name }}.{{ call.function.args }}]{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chat_messages_keep_what_the_template_reads(tmp_path: Path, kind: str) -> None:
+    chat = load_tokenizer(save_tokenizer(tmp_path, chat=True))
+    chat._backend.chat_template = CALLS_TEMPLATE
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write(path, {"prompt": CALLS})
+    else:  # every turn has all keys there, null where it had none
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": CALLS}]), path)
+        assert read_rows(str(path))[0].columns["prompt"][0]["tool_call_id"] is None
+    data = config(path, answer_key=None, max_prompt_length=100)
+    (prompt,) = load_prompts(data, chat, [str(path)])
+    assert prompt.text == "[user]2*3[assistant][c1.mul.23][tool.mul.c1]6[assistant]"
+    assert prompt.text == chat._backend.apply_chat_template(CALLS, tokenize=False, add_generation_prompt=True)
+    assert prompt.messages == tuple(CALLS)
+    assert TextPrompts([prompt], PromptRenderer(data, chat), 200)[0] == prompt  # as with data.prefetch
+
+
+def test_a_turn_without_content_has_calls(tmp_path: Path, chat: Tokenizer) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "mul"}]}
+    path = write(tmp_path / "a.jsonl", {"prompt": [CALLS[0], call]})
+    assert load_prompts(config(path, answer_key=None), chat, [str(path)])[0].messages == (CALLS[0], call)
+    write(path, {"prompt": [CALLS[0], {"role": "assistant", "tool_calls": []}]})
+    with pytest.raises(DataError, match="a list of messages with role and content"):
+        load_prompts(config(path, answer_key=None), chat, [str(path)])
 
 
 # (overlong, prompts that remain, message in the log); the limit is 4 tokens.

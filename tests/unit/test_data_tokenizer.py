@@ -9,7 +9,13 @@ from megappo.config.model import ModelConfig
 from megappo.data.tokenizer import load_tokenizer, run_tokenizer
 from megappo.errors import DataError
 from megappo.models.hf_folder import copy_companions
-from tests.support.tokenizers import CHARACTERS, char_ids, save_tokenizer
+from tests.support.tokenizers import (
+    CHARACTERS,
+    char_ids,
+    save_byte_level_tokenizer,
+    save_sentencepiece_tokenizer,
+    save_tokenizer,
+)
 
 
 def test_text_and_ids(tmp_path: Path) -> None:
@@ -26,6 +32,33 @@ def test_special_tokens_only_where_asked(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, add_bos=True))
     assert tokenizer.encode("7") == char_ids("7")
     assert tokenizer.encode("7", add_special_tokens=True) == [1, *char_ids("7")]
+
+
+@pytest.mark.parametrize("prepends", [True, False])
+def test_text_that_goes_on_gets_no_space_of_its_own(tmp_path: Path, prepends: bool) -> None:
+    tokenizer = load_tokenizer(save_sentencepiece_tokenizer(tmp_path, prepends=prepends))
+
+    def tokens(ids: list[int]) -> list[str]:
+        return list(tokenizer._backend.convert_ids_to_tokens(ids))
+
+    assert tokens(tokenizer.encode("408")) == ["▁", "4", "0", "8"]
+    assert tokens(tokenizer.encode_after("408")) == ["4", "0", "8"]
+    assert tokens(tokenizer.encode_after(" 4")) == ["▁", "4"]  # a space that was asked for
+    assert tokens(tokenizer.encode_after("\n4")) == ["\n", "4"]
+    assert tokenizer.encode_after("") == []
+    turn = tokenizer.encode("so 12+34=")
+    assert tokenizer.decode(turn + tokenizer.encode_after("46")) == "so 12+34=46"
+    # After a special token, Llama 2's kind puts its space, as it does within a whole chat; Mistral's does not.
+    assert tokens(tokenizer.encode_after("</s>[a")) == ["</s>", *(["▁"] if prepends else []), "[", "a"]
+
+
+def test_text_that_goes_on_is_the_same_on_the_byte_level(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_byte_level_tokenizer(tmp_path))
+    expected = {"408": ["40", "8"], " more": ["Ġm", "or", "e"], "\n4": ["Ċ", "4"], "\n\nm": ["Ċ", "Ċ", "m"], "": []}
+    for text, tokens in expected.items():
+        ids = tokenizer.encode_after(text)
+        assert tokenizer._backend.convert_ids_to_tokens(ids) == tokens
+        assert ids == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,10 @@ def test_every_name_of_verls_is_on_its_page() -> None:
 def test_the_environment_of_the_page_answers() -> None:
     guess = examples(ROOT / "docs" / "multi-turn.md")["Guess"](make_sample("", answer="50").prompt)
     assert (guess.answer("is it 30?").text, guess.answer("60?").text) == (" more", " less")
-    assert guess.answer("50?") is None and guess.answer("fifty?") is None
+    assert guess.answer("50?") is None and guess.answer("fifty?") is None and guess.answer("") is None
+    # A turn ends with a whole token.
+    assert (guess.answer("is it 30?\n").text, guess.answer("30 or 40?)").text) == (" more", " more")
+    assert guess.answer("50?\n") is None
 
 
 def test_the_metrics_of_the_page_are_those_of_the_code() -> None:

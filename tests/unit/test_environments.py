@@ -1,6 +1,9 @@
 """Environments: the calculator, replies as tokens, asking with time limits, and turns with a scripted engine."""
 
 import asyncio
+import dataclasses
+import socketserver
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +23,7 @@ from megappo.errors import ConfigError, DataError
 from megappo.experience.batch import ExperienceBatch
 from megappo.experience.sample import Prompt, RolloutSample
 from megappo.workers.turns import ReplicaRanks, TurnTaking
-from tests.support.tokenizers import char_ids, save_tokenizer
+from tests.support.tokenizers import char_ids, save_sentencepiece_tokenizer, save_tokenizer
 
 PROMPT = Prompt(0, "made", tuple(char_ids("q")), "q")
 
@@ -31,6 +34,7 @@ PROMPT = Prompt(0, "made", tuple(char_ids("q")), "q")
         ("12+3", "15"), ("2*(3-5)", "-4"), ("7/2", "3.5"), ("6/3", "2"), ("1/3", "0.3333333333"), ("7//2", "3"),
         ("7%4", "3"), ("0.1+0.2", "0.3"), (" 5 ", "5"), ("99999999999*99999999999", "9999999999800000000001"),
         ("1/0", "error"), ("9**9**9", "error"), ("__import__('os')", "error"), ("1+", "error"), ("", "error"),
+        ("1e308*1e308/3", "error"), ("*".join(["1e308"] * 20), "error"), ("*".join(["1e200"] * 20), "1" + "0" * 4000),
         ("True+1", "error"), ("(" * 150 + "1", "error"), ("1+" * 150 + "1", "error"),
     ],
 )  # fmt: skip
@@ -43,6 +47,9 @@ def test_calculator_answers_calls_and_ends_otherwise() -> None:
     assert calculator.answer("so <<2+2>> and <<12*12>>") == Reply("144")
     assert calculator.answer("the answer is 4") is None
     assert calculator.answer("12>>") is None
+    assert calculator.answer("so <<2+2>> is 4") is None
+    for rest in ("\n", " \n\n", ".", ">", ")\n", "x"):  # what is in one token with the end of the call
+        assert calculator.answer(f"<<1>> so <<2+2>>{rest}") == Reply("4")
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n</tool_call>'
     assert calculator.answer(call) == Reply("12", role="tool")
     assert calculator.answer(call + "<tool_call>{broken}</tool_call>") == Reply("12\nerror", role="tool")
@@ -71,6 +78,48 @@ class SlowAsync(Slow):
         return None if turn == "end" else Reply(f"{turn} {self.turns}")
 
 
+class Hanging:
+    """Each turn names another way to take 3 seconds, or the thread that answers it."""
+
+    turns_at_once = asyncio.Semaphore(1)
+
+    def __init__(self, prompt: Prompt) -> None:
+        if prompt.text == "slow":
+            time.sleep(3)
+        self.lock = asyncio.Lock()
+
+    async def answer(self, turn: str) -> Reply:
+        async with self.turns_at_once if turn == "semaphore" else self.lock:
+            await asyncio.sleep(0.01)  # others of the semaphore wait: it binds itself to the loop
+            if turn == "thread":
+                await asyncio.to_thread(time.sleep, 3)
+            if turn == "block":
+                await asyncio.sleep(0.1)
+                time.sleep(3)
+            return Reply(str(threading.get_ident()))
+
+
+class EchoingServer(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(b"got " + line)
+
+
+class Connected:
+    """Asks a server on the port that is the prompt's answer, through one connection for all turns."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.port = prompt.answer
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def answer(self, turn: str) -> Reply:
+        if self.streams is None:
+            self.streams = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = self.streams
+        writer.write(f"{turn}\n".encode())
+        return Reply((await reader.readline()).decode().strip())
+
+
 class Wrong:
     def __init__(self, prompt: Prompt) -> None:
         raise RuntimeError("no room")
@@ -90,6 +139,52 @@ def test_asking_is_bounded_and_errors_are_answers(kind: type) -> None:
     expected: list[Answer] = [Reply("hello 1"), slow, Failure("KeyError: 'gone'"), None, Reply("hello 1")]
     assert first == expected
     assert ask_all([seats[0]], ["again"], 0.3) == [Reply("again 2")]  # the same object
+
+
+def asked_within(seconds: float, seats: Sequence[Seat], turns: Sequence[str], limit: float) -> list[Answer]:
+    begin = time.monotonic()
+    answers = ask_all(seats, turns, limit)
+    assert time.monotonic() - begin < seconds
+    return answers
+
+
+def test_the_limit_of_async_environments_holds_whatever_they_do() -> None:
+    slow = "no answer within rollout.multi_turn.timeout_seconds 0.3"
+    blocked = slow + ": a call without await blocks the event loop; use `await asyncio.to_thread(…)` for it"
+    seat = Seat(Hanging, PROMPT)
+    (first,) = ask_all([seat], ["x"], 5)
+    # Threads that hang hold up no later turn, though a pool of them is full.
+    assert asked_within(2, [Seat(Hanging, PROMPT) for _ in range(40)], ["thread"] * 40, 0.3) == [Failure(slow)] * 40
+    assert ask_all([seat], ["x"], 5) == [first]  # the same loop
+    assert asked_within(2, [seat, Seat(Hanging, PROMPT)], ["x", "block"], 0.3) == [first, Failure(blocked)]
+    (second,) = asked_within(2, [Seat(Hanging, PROMPT)], ["x"], 5)  # a loop of its own, while the other is blocked
+    assert isinstance(second, Reply) and second != first
+    making = Seat(Hanging, dataclasses.replace(PROMPT, text="slow"))
+    assert asked_within(2, [making], ["x"], 0.3) == [Failure(blocked)]
+    (third,) = asked_within(2, [Seat(Hanging, PROMPT)], ["x"], 5)
+    assert isinstance(third, Reply) and third not in (first, second)
+
+
+def test_a_loop_that_was_blocked_and_is_no_more_is_kept() -> None:
+    (first,) = ask_all([Seat(Hanging, PROMPT)], ["x"], 5)
+    (failure,) = ask_all([Seat(Hanging, PROMPT)], ["block"], 0.3)
+    assert isinstance(failure, Failure)
+    time.sleep(3.2)
+    assert ask_all([Seat(Hanging, PROMPT)], ["x"], 5) == [first]
+
+
+def test_async_environments_keep_their_loop_over_turns() -> None:
+    listening = socketserver.ThreadingTCPServer(("127.0.0.1", 0), EchoingServer)
+    listening.daemon_threads = True
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    seat = Seat(Connected, dataclasses.replace(PROMPT, answer=str(listening.server_address[1])))
+    for turn in ("one", "two", "three"):
+        assert ask_all([seat], [turn], 5) == [Reply(f"got {turn}")]
+    listening.shutdown()
+    seats = [Seat(Hanging, PROMPT) for _ in range(3)]
+    for _ in range(3):
+        answers = ask_all(seats, ["semaphore"] * 3, 5)
+        assert answers[0] is not None and isinstance(answers[0], Reply) and answers == [answers[0]] * 3
 
 
 def test_an_environment_that_cannot_be_made_or_answers_nonsense() -> None:
@@ -117,6 +212,15 @@ def test_replies_as_tokens(tmp_path: Path) -> None:
     assert chat.message_ids("user", "15", [7]) == char_ids("[user]15[assistant]")
     with pytest.raises(DataError, match="no role tool here"):
         chat.message_ids("tool", "15", [])
+
+
+@pytest.mark.parametrize("prepends", [True, False])
+def test_a_reply_follows_the_turn_without_a_space(tmp_path: Path, prepends: bool) -> None:
+    tokenizer = load_tokenizer(save_sentencepiece_tokenizer(tmp_path, prepends=prepends))
+    assert tokenizer.decode([*tokenizer.encode("so 12+3="), *ReplyEncoder(tokenizer).text_ids("15")]) == "so 12+3=15"
+    tokenizer._backend.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"
+    tokens = tokenizer._backend.convert_ids_to_tokens(ReplyEncoder(tokenizer).message_ids("tool", "15", []))
+    assert tokens == list("[tool]15[a]")
 
 
 def test_a_template_that_closes_turns_does_not_close_twice(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Losses of preference pairs against float64 arithmetic, and pairs as token ids."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -87,8 +88,11 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def turn(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+CALL: dict[str, Any] = {"tool_calls": [{"name": "add"}]}
 
 
 def test_pairs_of_strings(tmp_path: Path, plain: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,6 +122,22 @@ def test_pairs_of_messages(tmp_path: Path, chat: Tokenizer) -> None:
         assert (pair.chosen_ids, pair.rejected_ids) == ((*char_ids("2"), 2), (*char_ids("11"), 2))
 
 
+def test_prompt_turns_in_a_response_are_the_prompts_with_their_calls(tmp_path: Path, chat: Tokenizer) -> None:
+    calls = [turn("user", "1+1="), turn("assistant", "") | CALL, turn("user", "so")]
+    nulls = [one | {"name": None} for one in calls]
+    nulls[1] = turn("assistant", "") | {"tool_calls": [{"name": "add", "id": None}]}  # as another row has it in Parquet
+    file = write(
+        tmp_path / "pairs.jsonl",
+        {"prompt": calls, "chosen": [*nulls, turn("assistant", "2")], "rejected": [*calls, turn("assistant", "3")]},
+    )
+    (pair,) = load_preferences(config(file), chat, [str(file)])
+    assert (pair.chosen, pair.rejected, pair.prompt.messages) == ("2", "3", tuple(calls))
+    other = [calls[0], turn("assistant", ""), calls[2], turn("assistant", "2")]
+    write(file, {"prompt": calls, "chosen": other, "rejected": "3"})
+    with pytest.raises(DataError, match="after the turns of the prompt exactly as they stand there"):
+        load_preferences(config(file), chat, [str(file)])
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -131,6 +151,10 @@ def test_pairs_of_messages(tmp_path: Path, chat: Tokenizer) -> None:
         (
             {"prompt": "a", "chosen": [turn("user", "x"), turn("assistant", "b")], "rejected": "b"},
             "after the turns of the prompt exactly as they stand there",
+        ),
+        (
+            {"prompt": "a", "chosen": [turn("assistant", "b") | CALL], "rejected": "b"},
+            "'chosen' is an assistant's turn with tool_calls; write it as a string",
         ),
         ({"prompt": "a", "chosen": "b" * 8, "rejected": "b"}, "the response has 9 tokens with its end token"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "nothing is left after filtering"),
@@ -150,7 +174,9 @@ def test_a_pair_with_a_long_response_is_filtered(tmp_path: Path, plain: Tokenize
     assert pair.rejected == "c"
 
 
-def test_conversations_are_encoded_with_the_reward_models_own_template(plain: Tokenizer, chat: Tokenizer) -> None:
+def test_conversations_are_encoded_with_the_reward_models_own_template(
+    plain: Tokenizer, chat: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = Prompt(0, "made", (9, 9), "as the actor reads it", messages=(turn("user", "1+1="),))
     rendered = ConversationEncoder(chat, None, "x").encode([prompt], ["2"], [True])
     assert rendered == [char_ids("[user]1+1=[assistant]2")]
@@ -159,6 +185,10 @@ def test_conversations_are_encoded_with_the_reward_models_own_template(plain: To
         [1, *char_ids("1+1=2"), 2],
         [1, *char_ids("1+1=2")],
     ]
+    template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}.{% endfor %}"
+    monkeypatch.setattr(chat._backend, "chat_template", template)
+    called = dataclasses.replace(prompt, messages=(turn("user", "1"), {"role": "assistant"} | CALL, turn("user", "2")))
+    assert ConversationEncoder(chat, None, "x").encode([called], ["3"], [True]) == [char_ids("1.add.2.3.")]
     with pytest.raises(ConfigError, match=r"^reward.parts.0.x: true, but the tokenizer has no chat template"):
         ConversationEncoder(plain, True, "reward.parts.0.x")
 
