@@ -77,6 +77,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._places = threading.Semaphore(MAX_THREADS)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Calls `fn` as soon as one of the places is free; one that was cancelled before is not called."""
         future: Future[T] = Future()
 
         def call() -> None:

@@ -67,6 +67,8 @@ class EngineMemory:
     def wake_weights(self) -> None:
         self._begin_turn()
         asleep = self._now
+        if self._sleeps:
+            self._make_room()
         self._wake("weights")
         self._now = self._measured()
         self.absent.become(max(0, self.absent.now - (self._now - asleep)))
@@ -76,6 +78,7 @@ class EngineMemory:
         """A collective call over the world. Raises ConfigError on all ranks, with the share that would do, where a rank
         has no room for it."""
         if self._sleeps:
+            self._make_room()
             self._require_room()
         self._wake("kv_cache")
         self._now = self._measured()
@@ -91,17 +94,16 @@ class EngineMemory:
             self._others += self._measured() - before
 
     def _wake(self, part: str) -> None:
-        """Blocks that torch keeps of training's go back to the device first where the engine would not fit beside them:
-        giving them back takes time, and training has to get them again."""
-        if not self._sleeps:
-            return
+        if self._sleeps:
+            self._llm.wake_up(tags=[part])
+
+    def _make_room(self) -> None:
+        """Gives blocks that torch keeps of training's back to the device, where the engine would not fit beside them:
+        that takes time, and training has to get them again."""
         if free_bytes() < self.absent.now:
             torch.cuda.empty_cache()
-        self._llm.wake_up(tags=[part])
 
     def _require_room(self) -> None:
-        if free_bytes() < self.absent.now:
-            torch.cuda.empty_cache()
         free = free_bytes()
         # vLLM's share is of all that it holds: what it has already, the cache, and what a forward pass takes.
         own = (self.absent.now - free, self.absent.now, -fitting_share(free + self._now))
