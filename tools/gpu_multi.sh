@@ -3,10 +3,13 @@
 #
 #   tools/gpu_multi.sh [N] [LAYOUT …]      # N GPUs (default: all); layouts of whole steps, such as tp=2,dp=2 (default: those of N)
 #   PARTS="step lora" LIMIT=240 tools/gpu_multi.sh 2
+#   MEGAPPO_RANKS_PER_GPU=2 tools/gpu_multi.sh 2               # as 2 GPUs, by two ranks on one
 #
 #   PYTHON    the interpreter, with megappo's packages, vLLM and pytest (default: .venv/bin/python, else python3)
 #   OUT       folder of the logs, the runs and table.md (default: runs/gpu-multi)
-#   PARTS     which parts, of the list below (default: all; of one GPU: shapes, tests and experts, which alone need no second)
+#   PARTS     which parts, of the list below (default: all; of one GPU: shapes, tests and experts, which alone need no second;
+#             where ranks share a GPU: parity, lost, switch, vllm, experts and learn, whose results are as on GPUs of their
+#             own; times and bytes in use are not)
 #   LIMIT     seconds that a part may take, each of the side-by-side ones too (default: 300); one that is cut off keeps its log
 #   SHAPE     the model of the switch and of whole steps (default: qwen2.5-1.5b); LORA_SHAPE that of the LoRA steps (qwen2.5-7b)
 #   MODEL, DATA, STEPS   of the learning runs: SmolLM2's folder (models/smollm2), GSM8K's (data/gsm8k), steps (20)
@@ -39,6 +42,16 @@ all_parts="shapes tests parity lost switch single step lora vllm experts learn"
 parts_of_one="shapes tests experts"
 parts="${PARTS:-$all_parts}"
 [[ -z "${PARTS:-}" && "$gpus" == 1 ]] && parts="$parts_of_one"
+visible="$(seq -s, 0 $((gpus - 1)))"
+share=0.4 # of a GPU, for vLLM
+flat=(--flat-mib 64)
+ranks_per_gpu="${MEGAPPO_RANKS_PER_GPU:-1}"
+if ((ranks_per_gpu > 1)); then
+    parts="${PARTS:-parity lost switch vllm experts learn}"
+    visible="$(seq -s, 0 $(((gpus - 1) / ranks_per_gpu)))"
+    share="$(awk -v ranks="$ranks_per_gpu" 'BEGIN { printf "%.2f", 0.3 / ranks }')"
+    flat=()
+fi
 # Of logs; bars of progress, which write over themselves, are too.
 noise='^(timing|Writing|WARNING|W[0-9]{4}|\[rank|\[W[0-9]{4}|\*+)|Warning|warnings\.warn|it/s[],]'
 # The order of the table.
@@ -57,7 +70,6 @@ if ((gpus < 1)); then
     echo "gpu_multi.sh: needs a GPU, and was given $gpus" >&2
     exit 2
 fi
-visible="$(seq -s, 0 $((gpus - 1)))"
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-$visible}" HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 . launch/env.sh
 mkdir -p "$out"
@@ -97,7 +109,7 @@ cell() { # cell LOG: what the tools say in a line of the table
 
 assemble() { # the table of all sections that are there
     {
-        printf '# %s GPUs: %s\n\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | tr -s ' ')"
+        printf '# %s %s: %s\n\n' "$gpus" "$( ((ranks_per_gpu > 1)) && echo 'ranks that share GPUs' || echo GPUs)" "$(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | tr -s ' ')"
         printf '| part | seconds | exit code | shows |\n|---|---|---|---|\n'
         for name in $sections; do cat "$out/$name.row" 2>/dev/null; done
         for name in $sections; do cat "$out/$name.section" 2>/dev/null; done
@@ -173,7 +185,7 @@ experts() { # experts NAME [OVERRIDE …]: trained and generated at EP 2, whatev
     run "$name" "$python" tools/bench_step.py --shape qwen3-30b-a3b --experts 16 --layers 12 --steps 3 --out "$out/$name" \
         --limit "$((limit * 9 / 10))" --each-step \
         --metrics hybrid/bytes_aliased hybrid/bytes_copied hybrid/probe_diff_mean rollout/log_prob_diff_mean \
-        --layouts "ep=$ep,dp=$gpus" model.experts=grouped rollout.engine=vllm rollout.gpu_memory_utilization=0.4 \
+        --layouts "ep=$ep,dp=$gpus" model.experts=grouped rollout.engine=vllm "rollout.gpu_memory_utilization=$share" \
         "rollout.tensor_model_parallel_size=$ep" "$@"
 }
 
@@ -220,7 +232,7 @@ fi
 asked step && steps step step "$shape" tp=1 "${layouts[@]}"
 asked lora && steps lora lora "$lora_shape" tp=1 "${layouts[@]}" "${lora[@]}"
 asked vllm && run vllm "$python" tools/bench_step.py --shape "$shape" --steps 10 --prompts 32 --out "$out/vllm" --layouts "$vllm_layout" --each-step \
-    --flat-mib 64 rollout.engine=vllm rollout.gpu_memory_utilization=0.4
+    "${flat[@]}" rollout.engine=vllm "rollout.gpu_memory_utilization=$share"
 if asked experts; then
     experts experts
     [[ ! -e "$out/experts.failed" ]] || experts experts-eager rollout.enforce_eager=true

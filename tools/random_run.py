@@ -109,6 +109,7 @@ def run(file: Path, overrides: Sequence[str]) -> int:
                     parameter.zero_()
 
     roles.import_hf = fill  # type: ignore[assignment]
+    roles.is_classifier = lambda _: False  # which the folder's weights tell otherwise
     with ExitStack() as at_end:
         return int(train(load_experiment(file, overrides), at_end))
 

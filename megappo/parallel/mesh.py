@@ -18,6 +18,7 @@ from megappo.config.grid import TrainingGrid
 from megappo.config.layout import LayoutConfig, sequence_alignment
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.errors import ConfigError
+from megappo.parallel.gpus import take_gpu
 from megappo.parallel.groups import own_group
 from megappo.parallel.meeting import meeting_store
 
@@ -260,7 +261,7 @@ def _join_process_group(timeout: timedelta) -> None:
         os.environ.setdefault(name, value)
     backend = "gloo" if runtime.on_cpu else "cpu:gloo,cuda:nccl"
     if not runtime.on_cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        take_gpu()
     store = meeting_store(timeout)
     if store is None:
         dist.init_process_group(backend, timeout=timeout)

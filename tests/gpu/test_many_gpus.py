@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megappo.errors import ExitCode
 from megappo.parallel import runtime
+from tests.support.gpus import num_gpu_ranks
 from tests.support.parity import OVERLAP, Runs, parity_runs
 from tests.support.runs import Running, learning, succeed, write_run_experiment
 from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs on this machine"),
+    pytest.mark.skipif(num_gpu_ranks() < 2, reason="fewer than two CUDA GPUs on this machine"),
 ]
 
 has_te = pytest.mark.skipif(not runtime.has_transformer_engine(), reason="Transformer Engine is not installed")
@@ -76,7 +76,7 @@ EXPERT_LAYOUTS = {
     },
 }
 # The most that there are layouts for; CUDA_VISIBLE_DEVICES gives the smaller sizes.
-SIZE = max((size for size in LAYOUTS if size <= torch.cuda.device_count()), default=2)
+SIZE = max((size for size in LAYOUTS if size <= num_gpu_ranks()), default=2)
 HALF = "model.dtype=bfloat16"
 # Actor and critic of the runs, by kind: family and settings.
 MODELS: dict[str, dict[str, tuple[FamilyName, dict[str, Any]]]] = {

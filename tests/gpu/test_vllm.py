@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megappo.config.hybrid import default_check_limit
+from megappo.parallel.gpus import ranks_per_gpu
+from tests.support.gpus import num_gpu_ranks
 from tests.support.ranks import run_ranks
 from tests.support.runs import metrics, succeed, write_run_experiment
 from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA GPUs on this machine")
+two_gpus = pytest.mark.skipif(num_gpu_ranks() < 2, reason="fewer than two CUDA GPUs on this machine")
 
 # 8 heads and 4 KV heads of 64 numbers, 2 layers, bfloat16.
 QKV_ROWS, HIDDEN, LAYERS = (8 + 4 + 4) * 64, 256, 2
@@ -156,7 +157,8 @@ def test_experts_trained_at_ep_2_generate_at_ep_2(
     for rank in ranks:
         # Where two experts are nearly as good, rounding may send a token to the other one: no limit for single tokens.
         follows_training(rank["switches"], BF16, math.inf)
-        gives_memory_back(rank["switches"])
+        if ranks_per_gpu() == 1:  # what is in use is counted on the whole GPU
+            gives_memory_back(rank["switches"])
         for switch in rank["switches"]:
             report = switch["report"]
             assert switch["owned bytes"] == report["bytes_copied"] == copied

@@ -1,6 +1,7 @@
 """The benchmark of vLLM, without a GPU: what makes it fail, and in which words."""
 
 import math
+import random
 import re
 import time
 from collections.abc import Callable
@@ -165,3 +166,24 @@ def test_sides_take_turns_until_the_time_is_over(
 
 
 SPEC_OF_LAYERS: Any = SimpleNamespace(shape=SimpleNamespace(num_layers=4, vocab_size=VOCABULARY, latent=None))
+
+
+def test_ratios_of_rounds() -> None:
+    ours, theirs = [100.0, 110.0, 90.0, 120.0, 80.0], [100.0, 100.0, 100.0, 100.0, 160.0]
+    # By hand: ratios 1.0, 1.1, 0.9, 1.2, 0.5; of five rounds the interval is the whole range.
+    assert bench.ratios(ours, theirs) == (
+        "of medians 1.000, of the fastest rounds 0.750, of each round: median 1.000 (0.500 to 1.200), quartiles 0.700 "
+        "to 1.150, 5 rounds"
+    )
+
+
+def test_the_interval_of_a_median() -> None:
+    """The sign test's places: tables have 8 and 18 for 25 values, 6 and 15 for 20, 2 and 9 for 10, 1 and 6 for 6."""
+    for count, low, high in ((25, 8, 18), (20, 6, 15), (10, 2, 9), (6, 1, 6), (5, 1, 5), (1, 1, 1)):
+        values = [float(place) for place in range(count, 0, -1)]
+        assert bench.interval_of_median(values) == (low, high), count
+    draw, missed = random.Random(0), 0
+    for _ in range(2000):
+        low, high = bench.interval_of_median([draw.lognormvariate(0, 1) for _ in range(15)])
+        missed += not low <= 1 <= high  # a log-normal's median is 1
+    assert 0.02 <= missed / 2000 <= 0.05  # 0.035 of 15 values

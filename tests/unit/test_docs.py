@@ -59,6 +59,8 @@ def test_command_would_run(command: Command, monkeypatch: pytest.MonkeyPatch) ->
     elif program == "launch/torchrun.sh":
         assert os.access(program, os.X_OK)
         check_megappo(["train", *rest])
+    elif program == "tools/gpu_multi.sh":
+        assert os.access(program, os.X_OK) and [word.isdecimal() for word in rest] == [True]
     elif program == "sbatch":
         options = [word for word in rest if word.startswith("--")]
         script, *arguments = rest[len(options) :]

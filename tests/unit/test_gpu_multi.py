@@ -74,8 +74,11 @@ def scratch(tmp_path: Path) -> Path:
     return tmp_path
 
 
+KNOBS = ("CUDA_VISIBLE_DEVICES", "PARTS", "LIMIT", "MEGAPPO_RANKS_PER_GPU")
+
+
 def environment(scratch: Path, gpus: int, do: str = ":", **more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_VISIBLE_DEVICES", "PARTS", "LIMIT")}
+    kept = {name: value for name, value in os.environ.items() if name not in KNOBS}
     return kept | {
         "PATH": f"{scratch / 'bin'}:{os.environ['PATH']}", "PYTHON": str(scratch / "bin" / "python"), "DO": do,
         "GPUS": str(gpus), "ASKED": str(scratch / "asked"), "OUT": str(scratch / "out"),
@@ -244,6 +247,21 @@ def test_experts_are_generated_without_graphs_where_graphs_fail(scratch: Path) -
     assert len(called.of("tools/bench_step.py", *words, "rollout.enforce_eager=true")) == 1
     assert re.search(r"^\| experts \| \d+ \| 9 \|", called.table, re.MULTILINE)
     assert re.search(r"^\| experts-eager \| \d+ \| 0 \| figures of", called.table, re.MULTILINE)
+
+
+def test_ranks_that_share_a_gpu_show_what_does_not_depend_on_it(scratch: Path) -> None:
+    called = call(scratch, 1, "2", MEGAPPO_RANKS_PER_GPU="2")
+    assert called.code == 0, called.out + called.err
+    rows = re.findall(r"^\| ([\w.-]+) \| \d+ \| 0 \| (.+) \|$", called.table, re.MULTILINE)
+    assert [name for name, _ in rows] == [
+        "parity", "lost", "switch", "switch-experts", "learn-one", "vllm", "experts", "learn-dp", "learn-pp", "learn"
+    ]  # fmt: skip
+    assert called.table.startswith("# 2 ranks that share GPUs:  1 Some GPU")
+    assert {command[0] for command in called.commands} == {"0"}
+    check_learning(called, 2)
+    of_vllm = called.of("tools/bench_step.py", "rollout.engine=vllm", "rollout.gpu_memory_utilization=0.15")
+    assert [after(command, "--layouts") for command in of_vllm] == [["tp=2,sequence_parallel=true"], ["ep=2,dp=2"]]
+    assert not [command for command in of_vllm if "--flat-mib" in command]  # of the whole GPU, not of a rank
 
 
 def test_without_model_or_data_learning_is_told_as_missing(scratch: Path) -> None:

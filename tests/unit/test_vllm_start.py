@@ -96,6 +96,7 @@ def test_every_setting_reaches_vllm_on_a_gpu(started: list[Any], monkeypatch: py
         "enable_prefix_caching": False,
         "enable_chunked_prefill": False,
         "enable_sleep_mode": False,
+        "disable_custom_all_reduce": False,
         "async_scheduling": None,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
@@ -126,6 +127,15 @@ def test_replicas_of_several_ranks_schedule_alike(started: list[Any], monkeypatc
     settings = settings_of(RolloutConfig(engine="vllm"), grid=TrainingGrid(tp=4), size=2)
     assert (settings["tensor_parallel_size"], settings["async_scheduling"]) == (2, False)
     assert started[-1] == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_all_reduce_writes_into_a_gpu_that_ranks_share(
+    most: int, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAPPO_RANKS_PER_GPU", str(most))
+    settings = settings_of(RolloutConfig(engine="vllm"), grid=TrainingGrid(tp=2), size=2)
+    assert settings["disable_custom_all_reduce"] == (most == 2)
 
 
 @pytest.mark.parametrize(("on_cpu", "backend"), [(False, "triton"), (True, None)])

@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from megappo.errors import ConfigError
+from megappo.parallel.gpus import ranks_per_gpu
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank's own process
@@ -25,6 +26,9 @@ _VARIABLES_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MLA_DISABLE": "1",  # 0.32.0's kernels for latents have one size of them, and pack weights
 }
+_VARIABLES_ON_SHARED_GPUS = {
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # torch's symmetric memory wants a GPU for each rank
+}
 _STREAMS = ("Stream", "Event", "current_stream", "stream")
 """Of torch.cuda, replaced on a CPU: by megappo, and by vLLM when its worker is imported."""
 
@@ -36,7 +40,10 @@ def prepare_environment() -> None:
             "rollout.engine: 'vllm' is not installed here; pip install '.[vllm]' on a GPU machine, make setup-vllm on "
             "a CPU, or set it to native"
         )
-    for name, value in (_VARIABLES | (_VARIABLES_ON_CPU if runtime.on_cpu else {})).items():
+    variables = _VARIABLES | (_VARIABLES_ON_CPU if runtime.on_cpu else {})
+    if ranks_per_gpu() > 1:
+        variables = variables | _VARIABLES_ON_SHARED_GPUS
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -18,6 +18,7 @@ from megappo.engines.vllm.transfer import register_loader
 from megappo.errors import ConfigError
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.collectives import broadcast_object
+from megappo.parallel.gpus import ranks_per_gpu
 from megappo.parallel.mesh import Mesh
 
 LOAD_FORMAT = "megappo"
@@ -127,6 +128,8 @@ def start_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
             enable_sleep_mode=config.free_cache_engine and not runtime.on_cpu,
+            # It writes into the other ranks' GPUs.
+            disable_custom_all_reduce=ranks_per_gpu() > 1,
             # Each rank of a replica schedules alone and has to come to the same; asynchronously, 0.20.2 asks the clock.
             async_scheduling=False if grid.tp > 1 else None,
             # Other backends (FlashInfer) swap or repack the experts' matrices, which then could not be written in place
