@@ -65,7 +65,8 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses become one number: docs/semantics.md. gspo always takes `seq-mean-token-mean`."""
     loss_scale_length: int | None = Field(None, ge=1)
-    """Constant length that `seq-mean-token-sum-norm` divides by; `data.max_response_length` when null."""
+    """Constant length that `seq-mean-token-sum-norm` divides by, the critic's loss too; `data.max_response_length` when
+    null."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     entropy_coeff_final: float = 0.0

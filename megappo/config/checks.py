@@ -1,10 +1,10 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
-Rules about the algorithm are in `checks_algorithm.py`, about model folders, data files and the layout in
-`checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the generation layout in
-`checks_hybrid.py`, context parallelism in `checks_context.py`, vLLM's settings in `checks_vllm.py`, what is kept in
-memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, the optimizer in
-`checks_optim.py`, batch sizes in `divisibility.py`.
+Rules about the algorithm are in `checks_algorithm.py`, its settings that do nothing in `checks_idle.py`, about model
+folders, data files and the layout in `checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the
+generation layout in `checks_hybrid.py`, context parallelism in `checks_context.py`, vLLM's settings in
+`checks_vllm.py`, what is kept in memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, the
+optimizer in `checks_optim.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
@@ -12,6 +12,7 @@ from megappo.config.checks_context import context_problems
 from megappo.config.checks_experts import expert_problems
 from megappo.config.checks_fsdp import fsdp_problems
 from megappo.config.checks_hybrid import hybrid_problems
+from megappo.config.checks_idle import idle_problems
 from megappo.config.checks_layout import file_problems, layout_problems, world_problems
 from megappo.config.checks_lora import lora_problems
 from megappo.config.checks_memory import memory_problems
@@ -113,7 +114,8 @@ def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
         if not all(0 <= beta < 1 for beta in optim.betas):
             reason = "a decay rate has to be at least 0 and less than 1"
             problems.append(Problem(f"{role}.optim.betas", typed(list(optim.betas)), reason, "for example [0.9, 0.95]"))
-        if optim.lr_decay_steps is not None and optim.lr_warmup_steps >= optim.lr_decay_steps:
+        decays = optim.lr_scheduler_type != "constant" and optim.lr_decay_steps is not None
+        if decays and optim.lr_warmup_steps >= optim.lr_decay_steps:
             path, steps = f"{role}.optim.lr_warmup_steps", optim.lr_warmup_steps
             reason = f"the rate would still rise when its decay has ended, after lr_decay_steps {optim.lr_decay_steps}"
             problems.append(Problem(path, typed(steps), reason, f"at most {optim.lr_decay_steps - 1}"))
@@ -135,11 +137,7 @@ def _ppo_problems(config: ExperimentConfig) -> list[Problem]:
     if config.ref.path is not None and not config.needs_reference:
         reason = "the reference is never read: actor.use_kl_loss and algorithm.use_kl_in_reward are false"
         problems.append(warning("ref.path", config.ref.path, reason, "turn one of them on, or leave the path out"))
-    if actor.loss_scale_length is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        reason = f"does nothing, for actor.loss_agg_mode is {actor.loss_agg_mode}"
-        remedy = "set the mode to seq-mean-token-sum-norm, or leave the length out"
-        problems.append(warning("actor.loss_scale_length", actor.loss_scale_length, reason, remedy))
-    return problems
+    return [*problems, *idle_problems(config)]
 
 
 def _dpo_problems(config: ExperimentConfig) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megappo.config.checks_idle import idle_schedule_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.optim import OptimConfig
 from megappo.config.problem import Problem, Severity, typed
@@ -25,7 +26,7 @@ def optim_problems(config: ExperimentConfig) -> list[Problem]:
             continue
         name = f"{role}.optim"
         problems += _cut_problems(section, name, role) if is_cut else _overlap_problems(section, name, config)
-        problems += _precision_problems(section, name, config)
+        problems += [*_precision_problems(section, name, config), *idle_schedule_problems(section, name)]
     return problems
 
 

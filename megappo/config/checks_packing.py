@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megappo.config.checks_memory import missing_role
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.passes import (
     PassSize,
@@ -19,7 +20,7 @@ SEQUENCE_SIZES = {
     "ref": ("log_prob_micro_batch_size_per_gpu",),
 }
 TOKEN_LIMITS = {
-    "actor": ("log_prob_max_token_len_per_gpu",),
+    "actor": ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu"),
     "critic": ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"),
     "ref": ("log_prob_max_token_len_per_gpu",),
 }
@@ -31,7 +32,10 @@ def packing_problems(config: ExperimentConfig) -> list[Problem]:
     switched = [role for role in SWITCHES if getattr(getattr(config, role), SWITCHES[role])]
     if config.trainer.kind != "ppo":
         reason = f"micro-batches by tokens are for trainer.kind ppo, and this is {config.trainer.kind}"
-        return [Problem(f"{role}.{SWITCHES[role]}", "true", reason, "set it to false") for role in switched]
+        return [
+            *(Problem(f"{role}.{SWITCHES[role]}", "true", reason, "set it to false") for role in switched),
+            *_idle(config),
+        ]
     if not config.model.use_remove_padding and switched:
         reason = "counts tokens without padding, and model.use_remove_padding is false"
         remedy = "set that to true, or this to false"
@@ -65,16 +69,26 @@ def _limits(config: ExperimentConfig) -> Iterator[Problem]:
 
 
 def _idle(config: ExperimentConfig) -> Iterator[Problem]:
-    """Token limits of roles whose micro-batches are cut by sequences."""
-    dynamic = _dynamic_roles(config)
+    """Token limits of roles whose micro-batches are cut by sequences, or that the run has not."""
+    dynamic = _dynamic_roles(config) if config.trainer.kind == "ppo" else []
     inherits = {"actor"} if dynamic else set()  # the actor's limits are those of the others where they have none
     for role, names in TOKEN_LIMITS.items():
         for name in names if role not in {*dynamic, *inherits} else ():
-            value = getattr(getattr(config, role), name)
-            if value is not None:
-                reason = f"does nothing, for {_switch(config, role)} is false"
-                remedy = "set that to true, or leave it out"
-                yield Problem(f"{role}.{name}", typed(value), reason, remedy, Severity.WARNING)
+            section = getattr(config, role)
+            value = getattr(section, name)
+            if value != type(section).model_fields[name].default:
+                reason, remedy = _why_idle(config, role)
+                yield Problem(f"{role}.{name}", typed(value), f"does nothing, for {reason}", remedy, Severity.WARNING)
+
+
+def _why_idle(config: ExperimentConfig, role: str) -> tuple[str, str]:
+    """Why a role's micro-batches are not cut by tokens, and what to do about it."""
+    missing = None if role == "actor" else missing_role(config, "critic" if role == "critic" else "ref")
+    if missing is not None:
+        return missing, "leave it out"
+    if config.trainer.kind != "ppo":
+        return f"trainer.kind {config.trainer.kind} cuts micro-batches by sequences", "leave it out"
+    return f"{_switch(config, role)} is false", "set that to true, or leave it out"
 
 
 def _dynamic_roles(config: ExperimentConfig) -> list[str]:

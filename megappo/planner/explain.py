@@ -6,36 +6,43 @@ from megappo.planner.batch import BatchPlan, MiniBatchPlan, plan_batches, plan_s
 
 def explain_batches(config: ExperimentConfig, dp: int) -> str:
     """Prompts → sequences → minibatches → data-parallel shares → micro-batches, a line each."""
+    cp = config.layout.cp
     if config.trainer.kind != "ppo":
         supervised = plan_supervised(config, dp)
         unit = "sequences" if config.trainer.kind == "sft" else "pairs"
-        lines = [("step", f"{supervised.sequences} {unit}, one optimizer step"), ("rank", _rank_line(supervised, unit))]
+        lines = [
+            ("step", f"{supervised.sequences} {unit}, one optimizer step"),
+            ("rank", _rank_line(supervised, cp, unit)),
+        ]
     else:
         plan = plan_batches(config, dp)
         lines = [
             ("step", f"{plan.prompts} prompts × {plan.n} responses = {plan.sequences} sequences"),
             ("ranks", _ownership_line(plan)),
-            *_role_lines("actor", config.actor.ppo_mini_batch_size, plan, plan.actor),
-            *(_role_lines("critic", plan.critic.sequences // plan.n, plan, plan.critic) if config.needs_critic else ()),
+            *_role_lines("actor", config.actor.ppo_mini_batch_size, plan, plan.actor, cp),
         ]
+        if config.needs_critic:
+            lines += _role_lines("critic", plan.critic.sequences // plan.n, plan, plan.critic, cp)
     lines.append(("length", _length_line(config)))
     lines.append(("layout", _layout_line(config, dp)))
     return "\n".join(f"{name:<8}{text}" for name, text in lines)
 
 
-def _role_lines(name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan) -> list[tuple[str, str]]:
+def _role_lines(
+    name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan, cp: int
+) -> list[tuple[str, str]]:
     minibatches = _count(role.num_minibatches, "minibatch", "minibatches")
     first = f"{plan.sequences} sequences = {minibatches} of {role.sequences} ({mini_batch} prompts × {plan.n})"
     steps = _count(role.optimizer_steps, "optimizer step", "optimizer steps")
     last = f"{minibatches} × {_count(role.epochs, 'pass', 'passes')} = {steps} in a step of the run"
     idle = f", after {_count(role.idle_steps, 'step', 'steps')} without" if role.idle_steps else ""
-    return [(name, first), ("", _rank_line(role)), ("", last + idle)]
+    return [(name, first), ("", _rank_line(role, cp)), ("", last + idle)]
 
 
-def _rank_line(role: MiniBatchPlan, unit: str = "sequences") -> str:
+def _rank_line(role: MiniBatchPlan, cp: int, unit: str = "sequences") -> str:
     passes = f"= {_count(role.num_micro_batches, 'micro-batch', 'micro-batches')} of {role.micro_batch}"
     if role.max_tokens is not None:
-        passes = f"in micro-batches of at most {role.max_tokens} tokens"
+        passes = f"in micro-batches of at most {role.max_tokens * cp} tokens"
     return f"a minibatch on each data-parallel rank: {role.sequences_per_rank} {unit} {passes}"
 
 

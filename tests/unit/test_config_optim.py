@@ -40,6 +40,8 @@ def found(folder: Path, overrides: str) -> list[str]:
         (AWARE, "actor.optim.use_precision_aware_optimizer: true: the optimizer's own types stand beside bfloat16 parameters, and model.dtype is float32; set model.dtype to bfloat16, or this to false"),
         (f"{AWARE} {BF16} actor.optim.main_grads_dtype=bfloat16", "actor.optim.main_grads_dtype: bfloat16: it is the type of reduced gradients, and grad_reduce_in_fp32 is true; set that to false for bfloat16 gradients, or to true for float32 ones"),
         (f"{AWARE} {BF16} actor.optim.grad_reduce_in_fp32=false", "actor.optim.main_grads_dtype: float32: it is the type of reduced gradients, and grad_reduce_in_fp32 is false; set that to false for bfloat16 gradients, or to true for float32 ones"),
+        ("actor.optim.min_lr_ratio=0.1", "actor.optim.min_lr_ratio: 0.1: does nothing, for actor.optim.lr_scheduler_type is constant; set that to cosine or linear, or leave it out"),
+        ("critic.optim.lr_decay_steps=50 critic.optim.lr_warmup_steps=60", "critic.optim.lr_decay_steps: 50: does nothing, for critic.optim.lr_scheduler_type is constant; set that to cosine or linear, or leave it out"),
     ],
 )  # fmt: skip
 def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:

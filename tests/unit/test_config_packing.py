@@ -44,6 +44,10 @@ def test_sound(tmp_path: Path, overrides: tuple[str, ...]) -> None:
         ((*DYNAMIC, "critic.forward_max_token_len_per_gpu=8"), "error critic.forward_max_token_len_per_gpu: 8: a sequence can have 32 tokens"),
         ((*DYNAMIC, "layout.tp=3", "layout.sequence_parallel=true", "actor.ppo_max_token_len_per_gpu=32"), "error actor.ppo_max_token_len_per_gpu: 32: a sequence can have 32 tokens (data.max_prompt_length 16 + data.max_response_length 16), and none is cut; at least 33"),
         (("trainer.kind=sft", "reward=null", *DYNAMIC), "error actor.use_dynamic_bsz: true: micro-batches by tokens are for trainer.kind ppo, and this is sft; set it to false"),
+        (("actor.ppo_max_token_len_per_gpu=64",), "warning actor.ppo_max_token_len_per_gpu: 64: does nothing, for actor.use_dynamic_bsz is false; set that to true, or leave it out"),
+        (("trainer.kind=sft", "reward=null", "actor.log_prob_max_token_len_per_gpu=64"), "warning actor.log_prob_max_token_len_per_gpu: 64: does nothing, for trainer.kind sft cuts micro-batches by sequences; leave it out"),
+        ((*DYNAMIC, "algorithm.adv_estimator=remax", "critic.ppo_max_token_len_per_gpu=64"), "warning critic.ppo_max_token_len_per_gpu: 64: does nothing, for this run has no critic; leave it out"),
+        ((*DYNAMIC, "ref.log_prob_max_token_len_per_gpu=64"), "warning ref.log_prob_max_token_len_per_gpu: 64: does nothing, for this run has no reference; leave it out"),
         (("critic.ppo_max_token_len_per_gpu=64",), "warning critic.ppo_max_token_len_per_gpu: 64: does nothing, for actor.use_dynamic_bsz is false"),
     ],
 )  # fmt: skip
@@ -72,3 +76,6 @@ def test_the_split_in_words(tmp_path: Path) -> None:
     assert (plan.actor.max_tokens, plan.actor.sequences_per_rank, plan.run) == (64, 12, 24)
     line = "a minibatch on each data-parallel rank: 12 sequences in micro-batches of at most 64 tokens"
     assert explain_batches(config, 2).count(line) == 2
+    # A sequence is cut over the context-parallel ranks: a micro-batch has as many tokens on each of them.
+    config = small_experiment(tmp_path, *DYNAMIC, "actor.ppo_max_token_len_per_gpu=64", "rollout.n=4", "layout.cp=2")
+    assert explain_batches(config, 2).count("12 sequences in micro-batches of at most 128 tokens") == 2
