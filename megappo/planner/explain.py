@@ -28,9 +28,7 @@ def explain_batches(config: ExperimentConfig, dp: int) -> str:
     return "\n".join(f"{name:<8}{text}" for name, text in lines)
 
 
-def _role_lines(
-    name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan, cp: int
-) -> list[tuple[str, str]]:
+def _role_lines(name: str, mini_batch: int, plan: BatchPlan, role: MiniBatchPlan, cp: int) -> list[tuple[str, str]]:
     minibatches = _count(role.num_minibatches, "minibatch", "minibatches")
     first = f"{plan.sequences} sequences = {minibatches} of {role.sequences} ({mini_batch} prompts × {plan.n})"
     steps = _count(role.optimizer_steps, "optimizer step", "optimizer steps")
