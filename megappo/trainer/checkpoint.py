@@ -106,6 +106,18 @@ class CheckpointStore:
             point_to(self._folder / BEST, self._folder / f"step-{step:06d}")
         dist.barrier()
 
+    def restore_best(self, loaded: Path, step: int | None) -> None:
+        """Points `best` to the checkpoint of `step`, which was the best one when `loaded` was saved. Where this folder
+        does not hold it the link goes: after a return to an older checkpoint it leads to one of the course given up."""
+        if self._mesh.is_writer:
+            is_own = loaded.resolve().parent == self._folder.resolve()
+            target = self._folder / f"step-{step:06d}" if step is not None else None
+            if is_own and target is not None and (target / MANIFEST).is_file():
+                point_to(self._folder / BEST, target)
+            else:
+                (self._folder / BEST).unlink(missing_ok=True)
+        dist.barrier()
+
     def load(
         self, path: Path, roles: Mapping[str, SavedRole], files: Mapping[str, SavedFile] | None = None
     ) -> LoopState:

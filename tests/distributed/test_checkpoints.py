@@ -131,12 +131,18 @@ def test_longer_run_with_another_rate_follows_the_configuration(experiment: Path
 
 
 def test_complete_run_has_nothing_to_resume_and_no_shorter_end(experiment: Path, runs: Runs) -> None:
-    """It exports again and is done; one that would end before its checkpoint is refused, and saves nothing."""
+    """It exports again and is done; one that would end before its checkpoint is refused, and saves nothing. Of which
+    evaluation was the best the checkpoint knows nothing, and a link that says so does not stay."""
     _, parts = runs("tp2")
     words = ["train", experiment, f"trainer.run_dir={parts}", "trainer.export_hf=true", "--resume"]
     weights = parts / "hf" / "step-000010" / "model.safetensors"
     before = weights.read_bytes()
+    best = parts / "checkpoints" / "best"
+    best.symlink_to("step-000005")
     assert "done after step 10" in succeed(*words).out
+    assert best.readlink() == Path("step-000005"), "a run that asks for no best one leaves the link alone"
+    assert "done after step 10" in succeed(*words, "trainer.best_metric=eval/held_out/reward").out
+    assert not best.is_symlink()
     assert weights.read_bytes() == before and len(learning(parts)) == 10
 
     refused = megappo(*words, "trainer.total_steps=9")

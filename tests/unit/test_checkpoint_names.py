@@ -124,6 +124,33 @@ def test_half_written_checkpoints_of_any_step_are_removed_before_a_save(
     assert names(tmp_path) == ["latest", "mine.old", "step-000002", "step-best.partial"]
 
 
+def test_going_back_goes_back_to_the_best_of_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best were step 2, then step 4; the run goes back to step 3, and `trainer.max_checkpoints` must leave step 2."""
+    store, best = one_rank_store(tmp_path, monkeypatch), tmp_path / "checkpoints" / "best"
+    for step in (2, 3, 4):
+        save(store, step)
+    store.mark_best(4)
+    third = tmp_path / "checkpoints" / "step-000003"
+    store.restore_best(third, 2)
+    assert best.readlink() == Path("step-000002")
+    save(one_rank_store(tmp_path, monkeypatch, keep=1), 5)
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000005"]
+
+
+@pytest.mark.parametrize(("loaded_from", "step"), [("checkpoints", None), ("checkpoints", 1), ("elsewhere", 2)])
+def test_no_link_leads_to_what_was_never_the_best(
+    loaded_from: str, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No evaluation had come then; its checkpoint is gone; step 2 of another run is not this folder's step 2."""
+    store = one_rank_store(tmp_path, monkeypatch)
+    for number in (2, 3):
+        save(store, number)
+    store.mark_best(3)
+    for _ in range(2):  # the second time without a link
+        store.restore_best(tmp_path / loaded_from / "step-000002", step)
+        assert names(tmp_path) == ["latest", "step-000002", "step-000003"]
+
+
 def test_the_only_copy_of_a_step_gets_its_name_back(tmp_path: Path) -> None:
     """As earlier versions left it, which removed the old checkpoint before the new one had its name: all of it, or
     all but some files. A copy that lost a file is none, and one beside a complete checkpoint is not needed."""

@@ -155,7 +155,11 @@ def test_the_hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     ("file", "content", "reason"),
     [
         ("sums.py", "import datasets\n", r"Dataset scripts are no longer supported, but found sums\.py"),
-        ("train.jsonl", '{"a": 1}\n{"a": \n', r"An error occurred while generating the dataset \(JSON parse error: .*\)"),
+        (
+            "train.jsonl",
+            '{"a": 1}\n{"a": \n',
+            r"An error occurred while generating the dataset \(JSON parse error: .*\)",
+        ),
     ],
 )
 def test_a_set_of_the_hub_that_cannot_be_read(
