@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -55,22 +56,32 @@ class PromptOrder:
         return [int(row) for row in batch]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins; `num_prompts` and `seed` tell whether it is still the same order."""
-        return {"epoch": self._epoch, "index": self._index, "num_prompts": self._num_prompts, "seed": self._seed}
+        """Where the next batch begins; the rest tells whether it is still the same order."""
+        return {"epoch": self._epoch, "index": self._index} | self._identity()
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a checkpoint; DataError where the data set or the seed has changed since."""
-        for name, now in (("num_prompts", self._num_prompts), ("seed", self._seed)):
-            if state[name] != now:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint; DataError where the data set, the seed or shuffling has changed since."""
+        if "num_prompts" not in state or isinstance(state["num_prompts"], Mapping):  # a set may have any name
+            raise DataError(
+                f"the checkpoint mixes the prompt sets {', '.join(state)} of data.sets, this run has none: resume with "
+                "the same data.sets, or start a new run"
+            )
+        for name, now in self._identity().items():
+            # Checkpoints of earlier versions don't say whether rows were shuffled.
+            if state.get(name, now) != now:
                 raise DataError(
                     f"the checkpoint's order of prompts has {name} {state[name]}, this run has {now}: resume with the "
-                    "same data.train_files, lengths and data.seed, or start a new run"
+                    "same data.train_files, lengths, data.seed and data.shuffle, or start a new run"
                 )
         self._epoch, self._index = state["epoch"], state["index"]
         if self._index + self._batch_size > self._num_prompts:
             # Saved with a smaller batch size than this run's: the rest of that epoch does not fill one.
             self._epoch, self._index = self._epoch + 1, 0
         self._permutation = self._permute(self._epoch)
+
+    def _identity(self) -> dict[str, int]:
+        """What the order follows from; a checkpoint of another one can't be gone on from."""
+        return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
 
     def _permute(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

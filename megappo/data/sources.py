@@ -158,13 +158,20 @@ def _hub_rows(spec: str) -> Iterator[Row]:
     name, config, split = _parse_hub(spec)
     try:
         loaded = datasets.load_dataset(name, config, split=split)
-    # The hub's clients raise OSError (network, offline, not found) and ValueError (no such configuration or split).
-    except (OSError, ValueError) as error:
+    # The hub's clients raise OSError (network, offline, not found) and ValueError (no such configuration or split);
+    # `datasets` (5.2.0) raises RuntimeError for a set that is a script, and its own errors for files it can't read.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"{spec}: can't load it from the hub: {first_line(error)}; without a network, download it elsewhere "
-            "and name a JSONL or Parquet file"
+            f"{spec}: can't load it from the hub: {_reason(error)}; without a network, or where `datasets` can't read "
+            "it, download it elsewhere and name a JSONL or Parquet file"
         ) from error
     yield from _numbered(iter(loaded), spec)
+
+
+def _reason(error: Exception) -> str:
+    """What `datasets` says of a set; of one whose files it can't read only the error's cause tells why."""
+    cause = error.__cause__
+    return first_line(error) + (f" ({first_line(cause)})" if isinstance(cause, ValueError) else "")
 
 
 def _parse_hub(spec: str) -> tuple[str, str | None, str]:

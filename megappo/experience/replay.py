@@ -99,7 +99,7 @@ class ReplayBuffer:
 
     def load(self, path: Path) -> None:
         """Replaces all sequences by those of a saved file; a smaller `size` keeps the newest."""
-        source = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        source = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         source.backup(self._rows)
         source.close()
         self.push(())

@@ -22,7 +22,7 @@ def describe_environment(world_size: int, kernels: Mapping[str, str]) -> dict[st
         "kernels": dict(kernels),
         "commit": _commit(),
         "command": sys.argv,
-        "packages": dict(sorted((dist.metadata["Name"], dist.version) for dist in metadata.distributions())),
+        "packages": _packages(),
     }
 
 
@@ -36,9 +36,22 @@ def _gpus() -> list[str]:
     )
 
 
+def _packages() -> dict[str, str]:
+    """Versions of the installed packages by name; of two of one name, that which Python finds first."""
+    found: dict[str, str] = {}
+    for dist in metadata.distributions():
+        name: str | None = dist.metadata["Name"]
+        if name is not None:  # a folder without METADATA, as a package leaves that was removed in part, names none
+            found.setdefault(name, dist.version)
+    return dict(sorted(found.items()))
+
+
 def _commit() -> str | None:
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():  # installed as a package, perhaps inside somebody else's checkout
         return None
-    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+    except OSError:  # a copy of a checkout on a machine without git
+        return None
     return result.stdout.strip() or None

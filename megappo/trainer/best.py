@@ -16,6 +16,11 @@ class BestEvaluation:
         self._value: float | None = None
         self._step = 0
 
+    @property
+    def step(self) -> int | None:
+        """The step of the mark; None where none is set."""
+        return None if self._value is None else self._step
+
     def improves(self, step: int, evaluation: Mapping[str, float]) -> bool:
         """Whether this evaluation is better than all before; of equal ones the first stays the best.
 

@@ -1,7 +1,8 @@
 """Checkpoints: folders that hold every trained role, the loop's own state, random states, and checksums of it all.
 
-A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last. Not here:
-Megatron's tensors of a role (saved_role.py), Hugging Face folders (models/import_hf.py, models/export_hf.py).
+A folder `step-000010` is complete or absent: it is written beside its name, checksummed, and renamed last
+(checkpoint_names.py). Not here: Megatron's tensors of a role (saved_role.py), Hugging Face folders
+(models/import_hf.py, models/export_hf.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
 from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh
+from megappo.trainer.checkpoint_names import (
+    PARTIAL,
+    finish_interrupted,
+    put_in_place,
+    remove_checkpoint,
+    remove_left_over,
+)
 from megappo.trainer.frozen_weights import FrozenWeights
 from megappo.trainer.saved_role import SavedRole, adapters_of, check_same_adapters, load_role, save_role
 
@@ -77,6 +85,8 @@ class CheckpointStore:
     ) -> Path:
         """Writes `step-NNNNNN` and points `latest` to it; returns its path."""
         target = self._folder / f"step-{state.step:06d}"
+        if self._mesh.is_writer:
+            remove_left_over(self._folder)
         write_checkpoint(target, roles, state, self._mesh, self._spec, self._tokenizer_folder, files)
         if self._mesh.is_writer:
             point_to(self._folder / LATEST, target)
@@ -84,10 +94,28 @@ class CheckpointStore:
         dist.barrier()
         return target
 
+    def finish_interrupted(self) -> None:
+        """Gives their names back to checkpoints that a kill between two renames left without."""
+        if self._mesh.is_writer:
+            finish_interrupted(self._folder)
+        dist.barrier()
+
     def mark_best(self, step: int) -> None:
         """Points `best` to the checkpoint of `step`, which is then kept whatever its age."""
         if self._mesh.is_writer:
             point_to(self._folder / BEST, self._folder / f"step-{step:06d}")
+        dist.barrier()
+
+    def restore_best(self, loaded: Path, step: int | None) -> None:
+        """Points `best` to the checkpoint of `step`, which was the best one when `loaded` was saved. Where this folder
+        does not hold it the link goes: after a return to an older checkpoint it leads to one of the course given up."""
+        if self._mesh.is_writer:
+            is_own = loaded.resolve().parent == self._folder.resolve()
+            target = self._folder / f"step-{step:06d}" if step is not None else None
+            if is_own and target is not None and (target / MANIFEST).is_file():
+                point_to(self._folder / BEST, target)
+            else:
+                (self._folder / BEST).unlink(missing_ok=True)
         dist.barrier()
 
     def load(
@@ -123,7 +151,7 @@ class CheckpointStore:
             best = (self._folder / BEST).resolve()
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 if old.resolve() != best:
-                    shutil.rmtree(old)
+                    remove_checkpoint(old)
 
 
 def _same_frozen_weights(path: Path, saved: Mapping[str, Any], roles: Mapping[str, SavedRole]) -> set[str]:
@@ -157,7 +185,7 @@ def write_checkpoint(
     files: Mapping[str, SavedFile] | None = None,
 ) -> None:
     """Writes one complete checkpoint folder, replacing one of that name. A collective call."""
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(target.name + PARTIAL)
     if mesh.is_writer:
         shutil.rmtree(partial, ignore_errors=True)
         for name in (*roles, "rng", MODEL_FILES):
@@ -179,8 +207,7 @@ def write_checkpoint(
     sums = checksums(partial, _files(partial), mesh)
     if mesh.is_writer:
         (partial / MANIFEST).write_text(json.dumps(sums, indent=1))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
+        put_in_place(partial, target)
     dist.barrier()
 
 

@@ -207,6 +207,7 @@ class Loop:
 
     def _start(self) -> int:
         """Resumes or starts; returns the number of steps that lie behind."""
+        self._store.finish_interrupted()
         # One rank looks and tells: on a shared file system the others may not see yet what was written last.
         found = checkpoint_to_resume(self._config) if self._mesh.is_writer else None
         path = broadcast_object(found, self._mesh.world_group, 0)
@@ -233,6 +234,8 @@ class Loop:
         if self._parts.controller is not None and state.kl_controller is not None:
             self._parts.controller.load_state_dict(state.kl_controller)
         self._best.load_state_dict(state.best)
+        if self._config.trainer.best_metric is not None:
+            self._store.restore_best(path, self._best.step)
         self._last_saved = state.step
         self._named_step = None if self._config.trainer.resume == "auto" else state.step
         self._reporter.start(resumed_at=state.step)

@@ -50,10 +50,12 @@ def whole_and_resumed(experiment: Path, layout: str) -> tuple[Path, Path]:
 
 
 def leave_half_written(checkpoints: Path) -> None:
-    """What a crash in a later save leaves: a folder under its first name, or one that lost its last file."""
+    """What crashes in later saves leave: a folder under its first name, one that lost its last file, and a complete one
+    without its name."""
     for name in ("step-000007.partial", "step-000009"):
         (checkpoints / name / "actor").mkdir(parents=True)
         (checkpoints / name / "trainer.json").write_text('{"step": 9}')
+    (checkpoints / "step-000005").rename(checkpoints / "step-000005.partial")
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
@@ -89,6 +91,7 @@ def test_newest_checkpoints_are_kept(runs: Runs) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-000009", "step-000010"]
     assert (folder / "latest").is_symlink() and (folder / "latest").readlink() == Path("step-000010")
     assert (parts / "checkpoints" / "step-000005" / "manifest.json").exists()
+    assert not (parts / "checkpoints" / "step-000007.partial").exists(), "what a crash left half written"
     events = [json.loads(line)["event"] for line in (parts / "events.jsonl").read_text().splitlines()]
     assert events == ["checkpoint", "stopped", "resumed", "checkpoint"]
     assert (status(parts)["state"], status(parts)["step"], status(parts)["exit_code"]) == ("done", 10, 0)
@@ -128,12 +131,18 @@ def test_longer_run_with_another_rate_follows_the_configuration(experiment: Path
 
 
 def test_complete_run_has_nothing_to_resume_and_no_shorter_end(experiment: Path, runs: Runs) -> None:
-    """It exports again and is done; one that would end before its checkpoint is refused, and saves nothing."""
+    """It exports again and is done; one that would end before its checkpoint is refused, and saves nothing. Of which
+    evaluation was the best the checkpoint knows nothing, and a link that says so does not stay."""
     _, parts = runs("tp2")
     words = ["train", experiment, f"trainer.run_dir={parts}", "trainer.export_hf=true", "--resume"]
     weights = parts / "hf" / "step-000010" / "model.safetensors"
     before = weights.read_bytes()
+    best = parts / "checkpoints" / "best"
+    best.symlink_to("step-000005")
     assert "done after step 10" in succeed(*words).out
+    assert best.readlink() == Path("step-000005"), "a run that asks for no best one leaves the link alone"
+    assert "done after step 10" in succeed(*words, "trainer.best_metric=eval/held_out/reward").out
+    assert not best.is_symlink()
     assert weights.read_bytes() == before and len(learning(parts)) == 10
 
     refused = megappo(*words, "trainer.total_steps=9")

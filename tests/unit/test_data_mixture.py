@@ -57,6 +57,8 @@ def test_a_mixture_resumes_and_refuses_another() -> None:
         mixed([*SETS[:2], SetSize("rare", 100, 1.0)]).load_state_dict(state)
     with pytest.raises(DataError, match="has seed 0, this run has 1"):
         mixed(seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="has shuffle True, this run has False"):
+        MixedOrder(SETS, batch_size=6, seed=0, shuffle=False).load_state_dict(state)
     with pytest.raises(DataError, match="mixes the prompt sets of no data"):
         mixed().load_state_dict(PromptOrder(10, 2, seed=0).state_dict())
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megappo.data.iterate import PromptOrder
+from megappo.data.mixture import MixedOrder, SetSize
 from megappo.errors import DataError
 
 
@@ -82,6 +83,28 @@ def test_another_data_set_is_refused(num_prompts: int, seed: int, name: str) -> 
     state = PromptOrder(num_prompts=12, batch_size=3, seed=5).state_dict()
     with pytest.raises(DataError, match=f"order of prompts has {name}"):
         PromptOrder(num_prompts, 3, seed).load_state_dict(state)
+
+
+@pytest.mark.parametrize("was_shuffled", [True, False])
+def test_changed_shuffling_is_refused(was_shuffled: bool) -> None:
+    state = PromptOrder(12, 3, seed=5, shuffle=was_shuffled).state_dict()
+    with pytest.raises(DataError, match=rf"has shuffle {was_shuffled}, this run has {not was_shuffled}: .*shuffle, or"):
+        PromptOrder(12, 3, seed=5, shuffle=not was_shuffled).load_state_dict(state)
+
+
+def test_a_checkpoint_from_before_shuffling_was_saved_is_read() -> None:
+    order = PromptOrder(num_prompts=12, batch_size=3, seed=5)
+    order.load_state_dict({"epoch": 1, "index": 3, "num_prompts": 12, "seed": 5})
+    assert (order.epoch, order.prompts_seen) == (1, 15)
+
+
+@pytest.mark.parametrize("name", ["sums", "num_prompts"])
+def test_a_checkpoint_of_several_sets_is_refused(name: str) -> None:
+    state = MixedOrder([SetSize(name, 12, 1.0), SetSize("words", 5, 1.0)], batch_size=3, seed=5).state_dict()
+    with pytest.raises(
+        DataError, match=rf"mixes the prompt sets {name}, words of data.sets, this run has none: resume"
+    ):
+        PromptOrder(num_prompts=12, batch_size=3, seed=5).load_state_dict(state)
 
 
 def test_fewer_prompts_than_a_batch() -> None:

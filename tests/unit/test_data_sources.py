@@ -152,6 +152,31 @@ def test_the_hub_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("sums.py", "import datasets\n", r"Dataset scripts are no longer supported, but found sums\.py"),
+        (
+            "train.jsonl",
+            '{"a": 1}\n{"a": \n',
+            r"An error occurred while generating the dataset \(JSON parse error: .*\)",
+        ),
+    ],
+)
+def test_a_set_of_the_hub_that_cannot_be_read(
+    file: str, content: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for the copy of a set: `datasets` reads both alike."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    (folder / file).write_text(content)
+    with pytest.raises(DataError, match=rf"hub:{folder}: can't load it from the hub: {reason}; .* name a JSONL or"):
+        read_rows(f"hub:{folder}")
+
+
+@pytest.mark.parametrize(
     ("spec", "split", "config"),
     [("hub:openai/gsm8k", "train", None), ("hub:openai/gsm8k:main@test", "test", "main"), ("hub:a@dev", "dev", None)],
 )

@@ -41,6 +41,7 @@ def test_the_first_of_equal_evaluations_is_the_best_over_resumes() -> None:
     assert not best.improves(5, {})  # no evaluation in this step
     again = BestEvaluation("eval/a/reward")
     again.load_state_dict(best.state_dict())
+    assert again.step == 4 and BestEvaluation("eval/a/reward").step is None
     assert not again.improves(6, {"eval/a/reward": 2.0}) and again.improves(7, {"eval/a/reward": 2.5})
     other = BestEvaluation("eval/b/reward")
     other.load_state_dict(best.state_dict())

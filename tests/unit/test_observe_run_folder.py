@@ -13,6 +13,7 @@ from megappo.config.checkpoint_folder import checkpoint_to_resume, complete_chec
 from megappo.config.requests import ConvertRequest, TrainRequest
 from megappo.errors import ConfigError, DataError, ExitCode
 from megappo.launcher.run_status import record_end
+from megappo.observe import environment
 from megappo.observe.environment import describe_environment
 from megappo.observe.run_folder import RunFolder
 from tests.support.experiments import MODEL, small_experiment
@@ -119,6 +120,24 @@ def test_environment_holds_the_versions(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").describe("model: {}\n", found)
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == 4
     assert (tmp_path / "run" / "config.yaml").read_text() == "model: {}\n"
+
+
+def test_environment_without_git_and_with_a_package_removed_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two folders without METADATA, one with a name and no version, and none of the programs on the path."""
+    for name in ("gone-1.0.dist-info", "gone_too-2.0.dist-info", "nameless-3.0.dist-info"):
+        (tmp_path / "site" / name).mkdir(parents=True)
+    (tmp_path / "site" / "nameless-3.0.dist-info" / "METADATA").write_text("Name: nameless\n")
+    (tmp_path / "project" / ".git").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "project" / "megappo" / "observe" / "environment.py"))
+    monkeypatch.setenv("PATH", str(tmp_path / "no-programs"))
+    found = describe_environment(world_size=1, kernels={})
+    assert found["commit"] is None
+    assert found["packages"]["torch"] == metadata.version("torch")
+    assert "gone" not in found["packages"] and None not in found["packages"]
+    assert json.loads(json.dumps(found["packages"])) == found["packages"]
 
 
 def make_checkpoint(folder: Path, step: int, **model: object) -> Path:

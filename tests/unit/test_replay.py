@@ -78,6 +78,20 @@ def test_the_oldest_leave_and_a_saved_buffer_draws_the_same(in_file: bool, tmp_p
         one.close()
 
 
+@pytest.mark.parametrize("folder", ["run#2", "half?full", "50%20 off", "grün [1]"])
+def test_a_buffer_is_read_from_any_path(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that mean something in an address, and a path that is relative as `trainer.run_dir` may be."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path)
+    buffer, again = (ReplayBuffer(4, "uniform", 2.0, seed=1) for _ in range(2))
+    buffer.push([sequence(7)])
+    buffer.save(Path(folder) / "saved.sqlite")
+    again.load(Path(folder) / "saved.sqlite")
+    assert again.read(0) == sequence(7)
+    for one in (buffer, again):
+        one.close()
+
+
 def batch_of_two() -> ExperienceBatch:
     """3 + 2 tokens with a gap in the second response, and 1 + 3."""
     batch = ExperienceBatch.from_sequences([[5, 6, 7, 8, 9], [5, 4, 3, 2]], [3, 1], positions=[4, 5])
