@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.cli.experiment import world_size
+from megappo.config.checkpoint_folder import going_on
 from megappo.config.checks import check_experiment
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment, load_experiment
@@ -19,11 +20,12 @@ RunOne = Callable[[LoadedExperiment], ExitCode]
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a file, with the command line's overrides and number of ranks."""
+    """The stages of a file, with the command line's overrides, number of ranks, and whether it says `--resume`."""
 
     file: str
     overrides: Sequence[str]
     nproc: int | None
+    goes_on: bool = False
 
     def run(self, run_one: RunOne) -> ExitCode:
         """Checks all stages, then runs those that are not done; returns the first exit code that is not 0.
@@ -35,9 +37,9 @@ class Stages:
                 f"{self.file}: has stages, and ranks that torchrun or srun started run a single one; start them once "
                 "for each, with --stage NAME"
             )
-        for loaded in read_stages(self.file, self.overrides, as_planned=True).values():
+        for loaded in self._read(as_planned=True).values():
             raise_errors(check_experiment(loaded.config, world_size(loaded, self.nproc)), loaded.locations)
-        stages = read_stages(self.file, self.overrides)
+        stages = self._read()
         done = [name for name, loaded in stages.items() if is_done(loaded.config)]
         for name, loaded in stages.items():
             where = loaded.config.trainer.run_dir
@@ -49,6 +51,12 @@ class Stages:
             if code is not ExitCode.DONE:
                 return code
         return ExitCode.DONE
+
+    def _read(self, *, as_planned: bool = False) -> dict[str, LoadedExperiment]:
+        stages = read_stages(self.file, self.overrides, as_planned=as_planned)
+        if not self.goes_on:
+            return stages
+        return {name: replace(loaded, config=going_on(loaded.config)) for name, loaded in stages.items()}
 
 
 def is_done(config: ExperimentConfig) -> bool:

@@ -43,6 +43,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(complete_checkpoints(folder)), None)
 
 
+def going_on(config: ExperimentConfig) -> ExperimentConfig:
+    """The experiment with `--resume`: from the run's own newest checkpoint, where it has none from the one that
+    `trainer.resume` names, and else from the start."""
+    resume = config.trainer.resume
+    if resume not in ("auto", "never") and latest_checkpoint(checkpoint_folder(config)) is None:
+        return config
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
+
+
 def checkpoint_to_resume(config: ExperimentConfig) -> Path | None:
     """The checkpoint that the run goes on from, None where it starts anew.
 

@@ -208,8 +208,10 @@ class Loop:
     def _start(self) -> int:
         """Resumes or starts; returns the number of steps that lie behind."""
         # One rank looks and tells: on a shared file system the others may not see yet what was written last.
+        # With --resume each process of srun has looked for itself too, so that `trainer.resume` may differ among them.
         found = checkpoint_to_resume(self._config) if self._mesh.is_writer else None
-        path = broadcast_object(found, self._mesh.world_group, 0)
+        is_named = self._config.trainer.resume != "auto"
+        path, is_named = broadcast_object((found, is_named), self._mesh.world_group, 0)
         if path is None:
             self._reporter.start(resumed_at=None)
             if self._config.trainer.val_before_train:
@@ -234,7 +236,7 @@ class Loop:
             self._parts.controller.load_state_dict(state.kl_controller)
         self._best.load_state_dict(state.best)
         self._last_saved = state.step
-        self._named_step = None if self._config.trainer.resume == "auto" else state.step
+        self._named_step = state.step if is_named else None
         self._reporter.start(resumed_at=state.step)
         return state.step
 
