@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.config.data_names import HUB_PREFIX
+from megappo.config.evaluation_metrics import evaluation_metrics
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.problem import Problem, typed
 from megappo.config.reward import RewardPartConfig
@@ -67,7 +69,7 @@ def _replay_problems(config: ExperimentConfig) -> list[Problem]:
         reason = "has pairs of no prompt set, and data.sets have rewards of their own"
         problems.append(Problem("replay.pairs", typed(list(settings.pairs)), reason, "use data.train_files"))
     for index, file in enumerate(settings.pairs):
-        if not file.startswith("hub:") and not Path(file.rpartition("@")[0] or file).exists():
+        if not file.startswith(HUB_PREFIX) and not Path(file.rpartition("@")[0] or file).exists():
             remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
             problems.append(Problem(f"replay.pairs.{index}", typed(file), "there is no such file", remedy))
     return problems
@@ -130,13 +132,16 @@ def _best_problems(config: ExperimentConfig) -> list[Problem]:
             reason = f"has to be between 1 and trainer.evaluation.n {evaluation.n}"
             remedy = f"for example {evaluation.n}, or set n to {k}" if k > 0 else "for example 1"
             return [Problem(f"trainer.evaluation.pass_at.{index}", typed(k), reason, remedy)]
-    if metric is None:
+    if metric is None or (config.reward is None and config.trainer.kind == "ppo"):  # which is refused elsewhere
         return []
-    head, _, rest = metric.partition("/")
-    if head != "eval" or "/" not in rest:
-        reason = "has to be a metric of the evaluation"
-        return [Problem("trainer.best_metric", typed(metric), reason, "for example eval/val/exact_match")]
+    known = evaluation_metrics(config)
+    if metric in known:
+        return []
     if not config.data.has_val_files:
-        reason = "there is nothing to evaluate: data.val_files is empty"
-        return [Problem("trainer.best_metric", typed(metric), reason, "name files there, or leave it out")]
-    return []
+        reason, remedy = "there is nothing to evaluate: data.val_files is empty", "name files there, or leave it out"
+    elif not known:
+        reason = "there is nothing to evaluate: held-out prompts have no reward to score their answers with"
+        remedy = "add reward.parts, or leave it out"
+    else:
+        reason, remedy = "is no metric of this run's evaluation", f"one of {', '.join(known)}"
+    return [Problem("trainer.best_metric", typed(metric), reason, remedy)]
