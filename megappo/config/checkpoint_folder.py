@@ -14,6 +14,8 @@ from megappo.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 """Written last: size and checksum of every other file."""
 STATE = "trainer.json"
+EVALUATION = "evaluation.json"
+"""Added to a checkpoint that was saved before the evaluation after its step, once that is done: which was the best."""
 MODEL_FILES = "model"
 """Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 LATEST = "latest"
