@@ -1,12 +1,13 @@
 """Rules about prompt sets, replay, dynamic sampling, turns, and what the best checkpoint is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megappo.config.base import Section
 from megappo.config.data_names import HUB_PREFIX
 from megappo.config.evaluation_metrics import evaluation_metrics
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.problem import Problem, typed
+from megappo.config.problem import Problem, Severity, typed
 from megappo.config.reward import RewardPartConfig
 
 GROUP_FREE = ("gae", "vapo", "reinforce_plus_plus")
@@ -44,7 +45,26 @@ def set_problems(config: ExperimentConfig) -> list[Problem]:
 
 def experience_problems(config: ExperimentConfig) -> list[Problem]:
     """Replay, dynamic sampling, turns and the best checkpoint."""
-    return [*_replay_problems(config), *_filter_problems(config), *_turn_problems(config), *_best_problems(config)]
+    ppo_alone = [*_replay_problems(config), *_filter_problems(config)]
+    of_kind = ppo_alone if config.trainer.kind == "ppo" else _unused(config)
+    return [*of_kind, *_turn_problems(config), *_best_problems(config)]
+
+
+def _unused(config: ExperimentConfig) -> list[Problem]:
+    """Settings of PPO's experience in an experiment that learns from a fixed data set."""
+    sections: list[tuple[str, Section, Iterable[str]]] = [
+        ("data", config.data, ["prefetch"]),
+        ("replay", config.replay, type(config.replay).model_fields),
+        ("algorithm.filter_groups", config.algorithm.filter_groups, ["enable"]),
+        ("trainer", config.trainer, ["critic_warmup"]),
+    ]
+    reason = f"does nothing, for trainer.kind is {config.trainer.kind}"
+    return [
+        Problem(f"{path}.{name}", typed(value), reason, "leave it out", Severity.WARNING)
+        for path, section, names in sections
+        for name in names
+        if (value := getattr(section, name)) != type(section).model_fields[name].default
+    ]
 
 
 def _replay_problems(config: ExperimentConfig) -> list[Problem]:

@@ -223,6 +223,10 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Aske
     for words, expected in (
         (("--from", tmp_path / "none", "--to", tmp_path / "new"), "there is no such folder"),
         (("--from", source, "--to", source / "config.json" / "new"), "can't be made (File exists: "),
+        (
+            ("--from", source, "--to", tmp_path / "new", "--merged"),
+            "is a Hugging Face folder, which has no adapters to",
+        ),
         (("--from", source, "--to", tmp_path), "exists and is not empty; give a new folder"),
         (("--from", source, "--to", tmp_path / "new", "--tp", 4), "--tp 4: does not divide the 12 attention heads"),
         (("--from", source, "--to", tmp_path / "new", "--pp", 4), "--pp 4: does not divide the 6 layers"),
