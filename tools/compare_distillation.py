@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.observe.run_folder import RunFolder
 from megappo.observe.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,8 +77,7 @@ def run(settings: Sequence[str], options: Sequence[str]) -> None:
 def result(folder: Path) -> dict[str, float] | None:
     """Exact match by column; None where a run is not at its end."""
     runs = {DPO: folder / "dpo", DENSE: folder / "ppo", AT_END: folder / "at-end" / "ppo"}
-    status = [run_dir / "status.json" for run_dir in runs.values()]
-    if not all(file.is_file() and json.loads(file.read_text())["state"] == "done" for file in status):
+    if not all(RunFolder(run_dir).state == "done" for run_dir in runs.values()):
         return None
     measured = {
         name: [line[EXACT_MATCH] for line in read_metrics(run_dir / "metrics.jsonl") if EXACT_MATCH in line]

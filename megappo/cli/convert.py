@@ -12,6 +12,7 @@ from megappo.cli.model_arguments import (
     model_facts,
     typed_settings,
 )
+from megappo.config.checkpoint_folder import MANIFEST
 from megappo.config.layout import LayoutConfig
 from megappo.config.requests import ConvertRequest
 from megappo.errors import ConfigError, ExitCode
@@ -46,6 +47,10 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         existing_folder("--base", arguments.base)
         if not arguments.merged:
             raise ConfigError(f"--base {arguments.base}: is only read with --merged; add that, or leave it out")
+    if arguments.merged and is_hf_folder(Path(arguments.source)):
+        raise ConfigError(
+            f"--merged: {arguments.source} is a Hugging Face folder, which has no adapters to merge; leave it out"
+        )
     typed = LayoutConfig.model_validate(typed_settings(arguments))
     layout, num_ranks = checked_layout(arguments.source, facts, typed)
     target = Path(arguments.target)
@@ -64,3 +69,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         base=arguments.base,
     )
     return run_on_ranks(request, num_ranks)
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether it is one of a whole model, and no checkpoint, whose configuration lies deeper."""
+    return (folder / "config.json").is_file() and not (folder / MANIFEST).exists()

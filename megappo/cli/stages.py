@@ -1,29 +1,31 @@
 """`megappo train FILE` of a file with stages: one run after another, going on at the stage where it stopped."""
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megappo.cli.experiment import world_size
+from megappo.config.checkpoint_folder import checkpoint_folder, going_on, latest_checkpoint
 from megappo.config.checks import check_experiment
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment, load_experiment
 from megappo.config.problem import raise_errors
-from megappo.config.stages import read_stages
+from megappo.config.stages import built_on, read_stages
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.environment import is_joined
+from megappo.observe.run_folder import RunFolder
 
 RunOne = Callable[[LoadedExperiment], ExitCode]
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a file, with the command line's overrides and number of ranks."""
+    """The stages of a file, with the command line's overrides, number of ranks, and whether it says `--resume`."""
 
     file: str
     overrides: Sequence[str]
     nproc: int | None
+    goes_on: bool = False
 
     def run(self, run_one: RunOne) -> ExitCode:
         """Checks all stages, then runs those that are not done; returns the first exit code that is not 0.
@@ -35,10 +37,11 @@ class Stages:
                 f"{self.file}: has stages, and ranks that torchrun or srun started run a single one; start them once "
                 "for each, with --stage NAME"
             )
-        for loaded in read_stages(self.file, self.overrides, as_planned=True).values():
+        for loaded in self._read(as_planned=True).values():
             raise_errors(check_experiment(loaded.config, world_size(loaded, self.nproc)), loaded.locations)
-        stages = read_stages(self.file, self.overrides)
+        stages = self._read()
         done = [name for name, loaded in stages.items() if is_done(loaded.config)]
+        self._refuse_outdated(stages, done)
         for name, loaded in stages.items():
             where = loaded.config.trainer.run_dir
             if name in done:
@@ -49,6 +52,31 @@ class Stages:
             if code is not ExitCode.DONE:
                 return code
         return ExitCode.DONE
+
+    def _refuse_outdated(self, stages: Mapping[str, LoadedExperiment], done: Sequence[str]) -> None:
+        """ConfigError where a stage has run, to its end or not, from the model of one that will be trained anew."""
+        references = built_on(self.file, self.overrides)
+        folders: dict[str, str] = {}
+        causes: list[str] = []
+        for name, loaded in stages.items():
+            has_run = name in done or latest_checkpoint(checkpoint_folder(loaded.config)) is not None
+            lost = [earlier for earlier in stages if earlier in references[name] and earlier not in done]
+            if has_run and (lost or references[name] & folders.keys()):
+                folders[name] = loaded.config.trainer.run_dir
+                causes += lost
+        if folders:
+            cause = causes[0]
+            raise ConfigError(
+                f"stage {cause}: {stages[cause].config.trainer.run_dir} does not hold its finished run, and what is in "
+                f"{', '.join(folders.values())} was trained from the model that it had left; remove the latter to "
+                "train it anew too, or put the finished run back"
+            )
+
+    def _read(self, *, as_planned: bool = False) -> dict[str, LoadedExperiment]:
+        stages = read_stages(self.file, self.overrides, as_planned=as_planned)
+        if not self.goes_on:
+            return stages
+        return {name: replace(loaded, config=going_on(loaded.config)) for name, loaded in stages.items()}
 
 
 def is_done(config: ExperimentConfig) -> bool:
@@ -65,7 +93,7 @@ def is_done(config: ExperimentConfig) -> bool:
             f"trainer.run_dir: {folder} holds a run already; go on at the stage where it stopped with --resume, or "
             "choose another folder"
         )
-    is_finished: bool = json.loads(status.read_text(encoding="utf-8"))["state"] == "done"
+    is_finished = RunFolder(folder).state == "done"
     # Loaded, so that a setting that a newer version has added counts with its default.
     if is_finished and _learned(load_experiment(saved)) != _learned(config):
         raise ConfigError(

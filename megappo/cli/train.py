@@ -2,12 +2,13 @@
 
 import argparse
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
 from megappo.cli.stages import Stages
-from megappo.config.checkpoint_folder import checkpoint_to_resume, latest_checkpoint
+from megappo.config.checkpoint_folder import checkpoint_to_resume, going_on, latest_checkpoint
 from megappo.config.load import LoadedExperiment
 from megappo.config.requests import TrainRequest
 from megappo.config.stages import has_stages
@@ -25,17 +26,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_experiment(parser)
     add_nproc(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the run, if any")
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="go on from the run's newest checkpoint, else from that of trainer.resume, else from the start",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> ExitCode:
     """Checks the experiment, makes its folder, and runs it on ranks; returns what they end with. Raises UserError."""
-    more = ["trainer.resume=auto"] if arguments.resume else []
     if arguments.stage is None and has_stages(arguments.file):
-        stages = Stages(arguments.file, [*arguments.overrides, *more], arguments.nproc)
+        stages = Stages(arguments.file, arguments.overrides, arguments.nproc, goes_on=arguments.resume)
         return stages.run(partial(run_experiment, nproc=arguments.nproc))
-    return run_experiment(read_arguments(arguments, *more), arguments.nproc)
+    loaded = read_arguments(arguments)
+    if arguments.resume:
+        loaded = replace(loaded, config=going_on(loaded.config))
+    return run_experiment(loaded, arguments.nproc)
 
 
 def run_experiment(loaded: LoadedExperiment, nproc: int | None) -> ExitCode:

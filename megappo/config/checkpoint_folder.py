@@ -14,6 +14,8 @@ from megappo.errors import ConfigError, DataError
 MANIFEST = "manifest.json"
 """Written last: size and checksum of every other file."""
 STATE = "trainer.json"
+EVALUATION = "evaluation.json"
+"""Added to a checkpoint that was saved before the evaluation after its step, once that is done: which was the best."""
 MODEL_FILES = "model"
 """Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
 LATEST = "latest"
@@ -41,6 +43,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
     if (pointer / MANIFEST).is_file():
         return folder / pointer.resolve().name
     return next(reversed(complete_checkpoints(folder)), None)
+
+
+def going_on(config: ExperimentConfig) -> ExperimentConfig:
+    """The experiment with `--resume`: from the run's own newest checkpoint, where it has none from the one that
+    `trainer.resume` names, and else from the start."""
+    resume = config.trainer.resume
+    if resume not in ("auto", "never") and latest_checkpoint(checkpoint_folder(config)) is None:
+        return config
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"resume": "auto"})})
 
 
 def checkpoint_to_resume(config: ExperimentConfig) -> Path | None:

@@ -114,11 +114,11 @@ def _trainer_problems(config: ExperimentConfig) -> list[Problem]:
         if not all(0 <= beta < 1 for beta in optim.betas):
             reason = "a decay rate has to be at least 0 and less than 1"
             problems.append(Problem(f"{role}.optim.betas", typed(list(optim.betas)), reason, "for example [0.9, 0.95]"))
-        decays = optim.lr_scheduler_type != "constant" and optim.lr_decay_steps is not None
-        if decays and optim.lr_warmup_steps >= optim.lr_decay_steps:
-            path, steps = f"{role}.optim.lr_warmup_steps", optim.lr_warmup_steps
-            reason = f"the rate would still rise when its decay has ended, after lr_decay_steps {optim.lr_decay_steps}"
-            problems.append(Problem(path, typed(steps), reason, f"at most {optim.lr_decay_steps - 1}"))
+        end = None if optim.lr_scheduler_type == "constant" else optim.lr_decay_steps
+        if end is not None and optim.lr_warmup_steps >= end:
+            reason = f"the rate would still rise when its decay has ended, after lr_decay_steps {end}"
+            path = f"{role}.optim.lr_warmup_steps"
+            problems.append(Problem(path, typed(optim.lr_warmup_steps), reason, f"at most {end - 1}"))
     return problems
 
 

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megappo.config.checks_pipeline import split_problems, stage_problems, virtual_problems
+from megappo.config.data_names import HUB_PREFIX
 from megappo.config.divisibility import choices, nearest
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.layout import LayoutConfig
 from megappo.config.model_folder import ModelFacts, ModelFolderError, read_model_facts
 from megappo.config.pipeline import EVEN, PipelineSplit
 from megappo.config.problem import Problem, typed
-
-HUB = "hub:"
-"""Start of a data set's name that is fetched, not read from disk."""
 
 
 def file_problems(config: ExperimentConfig) -> list[Problem]:
@@ -25,7 +23,7 @@ def file_problems(config: ExperimentConfig) -> list[Problem]:
         for index, file in enumerate(files):
             # FOLDER@SPLIT names a part of a saved data set.
             if (
-                not file.startswith(HUB)
+                not file.startswith(HUB_PREFIX)
                 and not Path(file).exists()
                 and not Path(file.rpartition("@")[0] or file).is_dir()
             ):

@@ -1,10 +1,13 @@
 """Rules about prompt sets, replay, dynamic sampling, turns, and what the best checkpoint is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megappo.config.base import Section
+from megappo.config.data_names import HUB_PREFIX
+from megappo.config.evaluation_metrics import evaluation_metrics
 from megappo.config.experiment import ExperimentConfig
-from megappo.config.problem import Problem, typed
+from megappo.config.problem import Problem, Severity, typed
 from megappo.config.reward import RewardPartConfig
 
 GROUP_FREE = ("gae", "vapo", "reinforce_plus_plus")
@@ -42,7 +45,26 @@ def set_problems(config: ExperimentConfig) -> list[Problem]:
 
 def experience_problems(config: ExperimentConfig) -> list[Problem]:
     """Replay, dynamic sampling, turns and the best checkpoint."""
-    return [*_replay_problems(config), *_filter_problems(config), *_turn_problems(config), *_best_problems(config)]
+    ppo_alone = [*_replay_problems(config), *_filter_problems(config)]
+    of_kind = ppo_alone if config.trainer.kind == "ppo" else _unused(config)
+    return [*of_kind, *_turn_problems(config), *_best_problems(config)]
+
+
+def _unused(config: ExperimentConfig) -> list[Problem]:
+    """Settings of PPO's experience in an experiment that learns from a fixed data set."""
+    sections: list[tuple[str, Section, Iterable[str]]] = [
+        ("data", config.data, ["prefetch"]),
+        ("replay", config.replay, type(config.replay).model_fields),
+        ("algorithm.filter_groups", config.algorithm.filter_groups, ["enable"]),
+        ("trainer", config.trainer, ["critic_warmup"]),
+    ]
+    reason = f"does nothing, for trainer.kind is {config.trainer.kind}"
+    return [
+        Problem(f"{path}.{name}", typed(value), reason, "leave it out", Severity.WARNING)
+        for path, section, names in sections
+        for name in names
+        if (value := getattr(section, name)) != type(section).model_fields[name].default
+    ]
 
 
 def _replay_problems(config: ExperimentConfig) -> list[Problem]:
@@ -67,7 +89,7 @@ def _replay_problems(config: ExperimentConfig) -> list[Problem]:
         reason = "has pairs of no prompt set, and data.sets have rewards of their own"
         problems.append(Problem("replay.pairs", typed(list(settings.pairs)), reason, "use data.train_files"))
     for index, file in enumerate(settings.pairs):
-        if not file.startswith("hub:") and not Path(file.rpartition("@")[0] or file).exists():
+        if not file.startswith(HUB_PREFIX) and not Path(file.rpartition("@")[0] or file).exists():
             remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
             problems.append(Problem(f"replay.pairs.{index}", typed(file), "there is no such file", remedy))
     return problems
@@ -130,13 +152,16 @@ def _best_problems(config: ExperimentConfig) -> list[Problem]:
             reason = f"has to be between 1 and trainer.evaluation.n {evaluation.n}"
             remedy = f"for example {evaluation.n}, or set n to {k}" if k > 0 else "for example 1"
             return [Problem(f"trainer.evaluation.pass_at.{index}", typed(k), reason, remedy)]
-    if metric is None:
+    if metric is None or (config.reward is None and config.trainer.kind == "ppo"):  # which is refused elsewhere
         return []
-    head, _, rest = metric.partition("/")
-    if head != "eval" or "/" not in rest:
-        reason = "has to be a metric of the evaluation"
-        return [Problem("trainer.best_metric", typed(metric), reason, "for example eval/val/exact_match")]
+    known = evaluation_metrics(config)
+    if metric in known:
+        return []
     if not config.data.has_val_files:
-        reason = "there is nothing to evaluate: data.val_files is empty"
-        return [Problem("trainer.best_metric", typed(metric), reason, "name files there, or leave it out")]
-    return []
+        reason, remedy = "there is nothing to evaluate: data.val_files is empty", "name files there, or leave it out"
+    elif not known:
+        reason = "there is nothing to evaluate: held-out prompts have no reward to score their answers with"
+        remedy = "add reward.parts, or leave it out"
+    else:
+        reason, remedy = "is no metric of this run's evaluation", f"one of {', '.join(known)}"
+    return [Problem("trainer.best_metric", typed(metric), reason, remedy)]

@@ -21,6 +21,7 @@ from megappo.config.load import (
     read_with_bases,
     validated,
 )
+from megappo.config.problem import Problem
 from megappo.config.yaml_file import Document
 from megappo.errors import ConfigError
 
@@ -53,17 +54,8 @@ def read_stages(
     stage starts from in the place of the one that it will export, so that all can be checked before the first runs.
     Raises ConfigError.
     """
-    shared = read_with_bases(Path(path))
-    names = list(_sections(shared))
-    for override in overrides:
-        if override.startswith(f"{STAGES}.") and override.split(".")[1] not in names:
-            raise ConfigError(f"{override} (command line): there is no such stage; the stages are {', '.join(names)}")
     stages: dict[str, LoadedExperiment] = {}
-    documents = {name: _document(Path(path), name) for name in names}
-    problems = {
-        name: [problem for override in _overrides_of(overrides, name) for problem in apply_override(document, override)]
-        for name, document in documents.items()
-    }
+    documents, problems = _documents(Path(path), overrides)
     exported = {stage for document in documents.values() for _, stage in _references(document.values)}
     for name, document in documents.items():
         _refuse_later_stages(document, list(stages))
@@ -81,6 +73,26 @@ def read_stages(
                 _export_merged(values)
         stages[name] = validated(Document(values, document.locations), problems[name])
     return stages
+
+
+def built_on(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, set[str]]:
+    """For each stage of a file those whose models it names. Raises ConfigError."""
+    documents, _ = _documents(Path(path), overrides)
+    return {name: {stage for _, stage in _references(document.values)} for name, document in documents.items()}
+
+
+def _documents(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Document], dict[str, list[Problem]]]:
+    """The settings of each stage with the overrides laid over them, and what is wrong with these."""
+    names = list(_sections(read_with_bases(path)))
+    for override in overrides:
+        if override.startswith(f"{STAGES}.") and override.split(".")[1] not in names:
+            raise ConfigError(f"{override} (command line): there is no such stage; the stages are {', '.join(names)}")
+    documents = {name: _document(path, name) for name in names}
+    problems = {
+        name: [problem for override in _overrides_of(overrides, name) for problem in apply_override(document, override)]
+        for name, document in documents.items()
+    }
+    return documents, problems
 
 
 def _export_merged(values: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class TrainerConfig(Section):
     """Write the actor (or the reward model) as a Hugging Face folder after the last step: `hf/step-NNNNNN`."""
     resume: Literal["auto", "never"] | str = "never"
     """`never` starts anew and refuses a run folder that holds checkpoints; `auto` goes on from the newest one where
-    there is one; anything else is the path of a checkpoint."""
+    there is one; anything else is the path of a checkpoint. `--resume` prefers the run's own newest one to that."""
     test_freq: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     val_before_train: bool = True

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.config.data import DataConfig
+from megappo.config.data_names import source_name
 from megappo.config.problem import shortened
 from megappo.data.lengths import fit_prompts, fit_response, refuse_empty
 from megappo.data.render import PromptRenderer, answer_text
-from megappo.data.sources import Row, read_rows, source_name
+from megappo.data.sources import Row, read_rows
 from megappo.data.tokenizer import Tokenizer
 from megappo.errors import DataError
 from megappo.experience.sample import Prompt

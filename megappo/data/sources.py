@@ -10,9 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megappo.config.data_names import HUB_PREFIX, parse_hub, split_folder
 from megappo.errors import DataError
-
-HUB_PREFIX = "hub:"
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,6 @@ class Row:
         return value
 
 
-def source_name(spec: str) -> str:
-    """Short name of a data set for metrics: the file's stem, or the hub name's last part."""
-    if spec.startswith(HUB_PREFIX):
-        name, _, _ = _parse_hub(spec)
-        return name.rsplit("/", 1)[-1]
-    return Path(_split_folder(spec)[0]).stem
-
-
 def read_rows(spec: str, limit: int | None = None) -> list[Row]:
     """The first `limit` rows (all where None) of a file, a folder, or `hub:NAME[:CONFIG][@SPLIT]`.
 
@@ -58,7 +49,7 @@ def read_rows(spec: str, limit: int | None = None) -> list[Row]:
 def _open(spec: str) -> Iterator[Row]:
     if spec.startswith(HUB_PREFIX):
         return _hub_rows(spec)
-    path = Path(_split_folder(spec)[0])
+    path = Path(split_folder(spec)[0])
     if path.is_dir():
         return _folder_rows(spec)
     if not path.exists():
@@ -135,7 +126,7 @@ def _folder_rows(spec: str) -> Iterator[Row]:
     """A folder of `Dataset.save_to_disk`, or `FOLDER@SPLIT` of a `DatasetDict` with several splits."""
     import datasets
 
-    folder, split = _split_folder(spec)
+    folder, split = split_folder(spec)
     try:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -155,7 +146,7 @@ def _folder_rows(spec: str) -> Iterator[Row]:
 def _hub_rows(spec: str) -> Iterator[Row]:
     import datasets
 
-    name, config, split = _parse_hub(spec)
+    name, config, split = parse_hub(spec)
     try:
         loaded = datasets.load_dataset(name, config, split=split)
     # The hub's clients raise OSError (network, offline, not found) and ValueError (no such configuration or split);
@@ -172,23 +163,6 @@ def _reason(error: Exception) -> str:
     """What `datasets` says of a set; of one whose files it can't read only the error's cause tells why."""
     cause = error.__cause__
     return first_line(error) + (f" ({first_line(cause)})" if isinstance(cause, ValueError) else "")
-
-
-def _parse_hub(spec: str) -> tuple[str, str | None, str]:
-    """`hub:NAME[:CONFIG][@SPLIT]` → (name, configuration, split); the split is `train` where none is named."""
-    rest, _, split = spec.removeprefix(HUB_PREFIX).partition("@")
-    name, _, config = rest.partition(":")
-    if not name:
-        raise DataError(f"{spec}: no data set is named; write {HUB_PREFIX}NAME[:CONFIG][@SPLIT]")
-    return name, config or None, split or "train"
-
-
-def _split_folder(spec: str) -> tuple[str, str | None]:
-    """`FOLDER@SPLIT` → (folder, split), unless a path with that very name exists."""
-    if Path(spec).exists() or "@" not in spec:
-        return spec, None
-    folder, _, split = spec.rpartition("@")
-    return folder, split
 
 
 def _numbered(rows: Iterator[Mapping[str, Any]], place: str) -> Iterator[Row]:

@@ -9,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
+from megappo.config.data_names import HUB_PREFIX
 from megappo.config.model import ModelConfig
-from megappo.data.sources import HUB_PREFIX, first_line
+from megappo.data.sources import first_line
 from megappo.errors import DataError
 
 _log = logging.getLogger(__name__)

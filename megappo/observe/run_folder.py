@@ -59,6 +59,11 @@ class RunFolder:
         """Marks the run as failed at the step that `status.json` names, 0 where it had not begun."""
         self._write_status("failed", self._last()["step"], exit_code)
 
+    @property
+    def state(self) -> str | None:
+        """What `status.json` says of the run: running, done, stopped or failed; None where it says nothing."""
+        return self._last()["state"]
+
     def _last(self) -> dict[str, Any]:
         """What `status.json` says; of a run that has none, or one that a crash of the machine has cut, nothing."""
         try:

@@ -7,10 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import overload
 
+from megappo.config.data_names import source_name
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import PromptFeed
 from megappo.data.preferences import load_preferences
-from megappo.data.sources import source_name
 from megappo.data.tokenizer import Tokenizer
 from megappo.experience.replay import ReplayBuffer
 from megappo.experience.sample import Prompt, RolloutSample

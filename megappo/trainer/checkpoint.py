@@ -13,7 +13,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megappo.config.checkpoint_folder import (
     BEST,
+    EVALUATION,
     LATEST,
     MANIFEST,
     MODEL_FILES,
@@ -38,7 +39,8 @@ from megappo.config.model_folder import read_model_facts
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec
 from megappo.models.hf_folder import copy_companions
-from megappo.parallel.collectives import gather_objects
+from megappo.observe.run_folder import replace_file
+from megappo.parallel.collectives import broadcast_object, gather_objects
 from megappo.parallel.mesh import Mesh
 from megappo.trainer.checkpoint_names import (
     PARTIAL,
@@ -60,6 +62,8 @@ class LoopState:
     kl_controller: dict[str, Any] | None
     seed: int
     best: dict[str, Any] | None = None
+    unreported: dict[str, float] | None = None
+    """The step's metrics, where the evaluation that is reported with them is still to come."""
 
 
 class SavedFile(Protocol):
@@ -118,6 +122,12 @@ class CheckpointStore:
                 (self._folder / BEST).unlink(missing_ok=True)
         dist.barrier()
 
+    def note_evaluation(self, step: int, best: dict[str, Any] | None) -> None:
+        """Adds to the checkpoint of `step` that the evaluation after it is done and reported."""
+        if self._mesh.is_writer:
+            replace_file(self._folder / f"step-{step:06d}" / EVALUATION, json.dumps({"best": best}))
+        dist.barrier()
+
     def load(
         self, path: Path, roles: Mapping[str, SavedRole], files: Mapping[str, SavedFile] | None = None
     ) -> LoopState:
@@ -144,7 +154,14 @@ class CheckpointStore:
         for name, part in (files or {}).items():
             if (path / name).exists():  # absent where the run that saved had no such part
                 part.load(path / name)
-        return LoopState(**saved)
+        return self._with_evaluation(path, LoopState(**saved))
+
+    def _with_evaluation(self, path: Path, state: LoopState) -> LoopState:
+        """The state, with what was noted of an evaluation after it. A collective call."""
+        # One rank looks: on a shared file system the others may not see yet what was added to the checkpoint.
+        looks = self._mesh.is_writer and (path / EVALUATION).exists()
+        noted = broadcast_object(read_part(path, EVALUATION) if looks else None, self._mesh.world_group, 0)
+        return state if noted is None else replace(state, best=noted["best"], unreported=None)
 
     def _remove_old(self) -> None:
         if self._keep is not None:

@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -209,14 +209,14 @@ class Loop:
         """Resumes or starts; returns the number of steps that lie behind."""
         self._store.finish_interrupted()
         # One rank looks and tells: on a shared file system the others may not see yet what was written last.
+        # With --resume each process of srun has looked for itself too, so that `trainer.resume` may differ among them.
         found = checkpoint_to_resume(self._config) if self._mesh.is_writer else None
-        path = broadcast_object(found, self._mesh.world_group, 0)
+        is_named = self._config.trainer.resume != "auto"
+        path, is_named = broadcast_object((found, is_named), self._mesh.world_group, 0)
         if path is None:
             self._reporter.start(resumed_at=None)
             if self._config.trainer.val_before_train:
-                evaluation = self._evaluate(0)
-                self._best.improves(0, evaluation)  # refuses a name that is none
-                self._reporter.step(0, {}, evaluation)
+                self._reporter.step(0, {}, self._evaluate(0))
             return 0
         state = self._store.load(path, self._parts.roles, self._parts.files)
         if state.seed != self._config.trainer.seed:
@@ -237,8 +237,12 @@ class Loop:
         if self._config.trainer.best_metric is not None:
             self._store.restore_best(path, self._best.step)
         self._last_saved = state.step
-        self._named_step = None if self._config.trainer.resume == "auto" else state.step
-        self._reporter.start(resumed_at=state.step)
+        self._named_step = state.step if is_named else None
+        self._reporter.start(resumed_at=state.step, is_reported=state.unreported is None)
+        if state.unreported is not None:
+            if is_named:
+                self._last_saved = 0  # that checkpoint may be another run's
+            self._report(state.step, state.unreported)
         return state.step
 
     def keep_samples(self, step: int, samples: Sequence[RolloutSample], scored: ScoredSamples) -> None:
@@ -248,23 +252,53 @@ class Loop:
             self._reporter.samples(step, gathered_rows(samples, scored, self._mesh, observe.samples_per_step))
 
     def _after(self, step: Step) -> None:
-        trainer = self._config.trainer
-        number, is_last = step.number, step.number == self._parts.total_steps
+        number = step.number
         step.metrics |= {
             "data/epoch": float(self._parts.order.epoch),
             "data/prompts_seen": float(self._parts.order.prompts_seen),
             "time/checkpoint": self._checkpoint_seconds,
         }
-        is_due = is_last or (trainer.test_freq > 0 and number % trainer.test_freq == 0)
-        evaluation = self._evaluate(number) if is_due else {}
-        # Before the checkpoint: a step that a resumed run does not repeat must not be missing from the metrics.
-        self._reporter.step(number, step.metrics, evaluation)
+        # Before the evaluation: one that fails, for a judge is down, must not cost the steps since the last checkpoint.
+        if self._is_saved(number) and self._is_evaluated(number):
+            self._save(replace(self._state(number), unreported=step.metrics))
+        self._report(number, step.metrics)
+        if self._is_saved(number):
+            self._save(self._state(number))
+
+    def _report(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Evaluates where that is due, writes the step's metrics, and marks its checkpoint where it is the best."""
+        was_saved, metric = number == self._last_saved, str(self._config.trainer.best_metric)
+        evaluation = self._evaluate_after(number)
+        # Before a checkpoint without `unreported`: the metrics must not lack a step that a resumed run does not repeat.
+        self._reporter.step(number, metrics, evaluation)
         if self._best.improves(number, evaluation):
             self._save(self._state(number))
             self._store.mark_best(number)
-            self._reporter.event(number, "best", **{str(trainer.best_metric): evaluation[str(trainer.best_metric)]})
-        if trainer.save_freq and number % trainer.save_freq == 0:
-            self._save(self._state(number))
+            self._reporter.event(number, "best", **{metric: evaluation[metric]})
+        if was_saved:
+            self._store.note_evaluation(number, self._best.state_dict())
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether the configuration asks for a checkpoint after this step."""
+        trainer = self._config.trainer
+        is_due = trainer.save_freq > 0 and step % trainer.save_freq == 0
+        return is_due or (trainer.save_last and step == self._parts.total_steps)
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        test_freq, evaluator = self._config.trainer.test_freq, self._parts.evaluator
+        is_due = step == self._parts.total_steps or (test_freq > 0 and step % test_freq == 0)
+        return is_due and evaluator is not None and bool(evaluator.sets)
+
+    def _evaluate_after(self, step: int) -> dict[str, float]:
+        """The evaluation that follows the step, nothing where there is none. It leaves the random states as they were:
+        a checkpoint that was saved before it has those."""
+        if not self._is_evaluated(step):
+            return {}
+        drawn = random_state()
+        evaluation = self._evaluate(step)
+        restore_random_state(drawn)
+        return evaluation
 
     def _evaluate(self, step: int) -> dict[str, float]:
         evaluator = self._parts.evaluator
@@ -298,7 +332,7 @@ class Loop:
         self._reporter.phase(step, "checkpoint")
         self._parts.memory.need_all()
         path = self._store.save(self._parts.roles, state, self._parts.files)
-        # Reported with the next step: the line of this one is already on disk.
+        # Reported with the next step: the metrics of this one are on disk, or in the checkpoint.
         self._parts.memory.rest()
         self._checkpoint_seconds = time.perf_counter() - begin
         self._reporter.event(step, "checkpoint", path=str(path), seconds=self._checkpoint_seconds)
@@ -323,8 +357,6 @@ class Loop:
 
     def _end(self) -> None:
         total = self._parts.total_steps
-        if self._config.trainer.save_last:
-            self._save(self._state(total))
         if self._config.trainer.export_hf:
             self._parts.memory.need_all()
             self._export(self._folder.hf / f"step-{total:06d}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from megappo.config.data import DataConfig, PromptSetConfig
+from megappo.config.data_names import source_name
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.reward import RewardConfig
 from megappo.data.feed import Order
@@ -14,7 +15,6 @@ from megappo.data.iterate import PromptOrder
 from megappo.data.mixture import MixedOrder, SetSize
 from megappo.data.prompts import load_prompts
 from megappo.data.render import PromptRenderer
-from megappo.data.sources import source_name
 from megappo.data.text_prompts import TextPrompts
 from megappo.data.tokenizer import Tokenizer, load_tokenizer
 from megappo.errors import ConfigError

@@ -37,8 +37,9 @@ class Reporter:
             if config.observe.tensorboard:
                 self._trackers.append(TensorBoardTracker(folder.tensorboard))
 
-    def start(self, resumed_at: int | None) -> None:
-        """Opens logs and trackers; `resumed_at` is the step that the run goes on from."""
+    def start(self, resumed_at: int | None, *, is_reported: bool = True) -> None:
+        """Opens logs and trackers; `resumed_at` is the step that the run goes on from, whose own metrics are still to
+        come unless it `is_reported`."""
         _log_to(self._folder.log(self._mesh.rank))
         _log.info("rank grid:\n%s", self._mesh)
         kernels = " · ".join(f"{part} {name}" for part, name in self._kernels.items())
@@ -48,7 +49,8 @@ class Reporter:
         self._folder.describe(to_yaml(self._config), describe_environment(self._mesh.world_size, self._kernels))
         self._folder.status("running", resumed_at or 0)
         for tracker in self._trackers:
-            tracker.start(self._config.model_dump(mode="json"), resumed_at)
+            logged = resumed_at if resumed_at is None or is_reported else resumed_at - 1
+            tracker.start(self._config.model_dump(mode="json"), logged)
         if resumed_at is not None:
             self.event(resumed_at, "resumed")
         if self._console:

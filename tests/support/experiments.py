@@ -1,6 +1,7 @@
 """Small experiment files for tests of configuration and command line: a model folder of one config.json, no weights."""
 
 import json
+import os
 from pathlib import Path
 
 from megappo.config.experiment import ExperimentConfig
@@ -49,3 +50,17 @@ def write_experiment(folder: Path, more: str = "", **model: object) -> Path:
 
 def small_experiment(folder: Path, *overrides: str) -> ExperimentConfig:
     return load_experiment(write_experiment(folder), overrides)
+
+
+def make_checkpoint(folder: Path, step: int, **model: object) -> Path:
+    """A complete checkpoint as far as it can be read without torch, written `step` seconds after the first one."""
+    path = folder / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    signature = {
+        "model_type": "llama", "num_layers": 6, "hidden_size": 48, "num_heads": 12, "num_kv_heads": 3,
+        "vocab_size": 64,
+    }  # fmt: skip
+    (path / "trainer.json").write_text(json.dumps({"step": step, "model": signature | model}))
+    (path / "manifest.json").write_text("{}")
+    os.utime(path / "manifest.json", (1000 + step, 1000 + step))
+    return path

@@ -13,7 +13,7 @@ from megappo.config.layout import LayoutConfig
 from megappo.config.requests import Command, ConvertRequest, EvaluateRequest, GenerateRequest, Request, TrainRequest
 from megappo.errors import ExitCode
 from megappo.launcher.failure import read_failure
-from tests.support.experiments import write_experiment
+from tests.support.experiments import make_checkpoint, write_experiment
 
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 12}
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +115,23 @@ def test_train_asks_for_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert typed(capsys, "train", file)[0] == 75
 
 
+def test_resume_goes_on_from_a_named_checkpoint_until_the_run_has_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked
+) -> None:
+    """Slurm's script types --resume before the user's words, and a requeued job types them again."""
+    file = write_experiment(tmp_path)
+    other = make_checkpoint(tmp_path / "elsewhere", 9)
+    (tmp_path / "stages.yaml").write_text(f"stages: {{only: {{base: {file.name}}}}}")
+    runs = [(file, tmp_path / "runs" / "test"), (tmp_path / "stages.yaml", tmp_path / "runs" / "test" / "only")]
+    for experiment, run_dir in runs:
+        words = ("train", "--resume", experiment, f"trainer.resume={other}")
+        assert typed(capsys, *words)[0] == 0
+        assert isinstance(asked.request, TrainRequest) and asked.request.config.trainer.resume == str(other)
+        make_checkpoint(run_dir / "checkpoints", 5)
+        assert typed(capsys, *words)[0] == 0
+        assert asked.request.config.trainer.resume == "auto"
+
+
 def test_train_checks_the_world_before_it_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +223,10 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: Aske
     for words, expected in (
         (("--from", tmp_path / "none", "--to", tmp_path / "new"), "there is no such folder"),
         (("--from", source, "--to", source / "config.json" / "new"), "can't be made (File exists: "),
+        (
+            ("--from", source, "--to", tmp_path / "new", "--merged"),
+            "is a Hugging Face folder, which has no adapters to",
+        ),
         (("--from", source, "--to", tmp_path), "exists and is not empty; give a new folder"),
         (("--from", source, "--to", tmp_path / "new", "--tp", 4), "--tp 4: does not divide the 12 attention heads"),
         (("--from", source, "--to", tmp_path / "new", "--pp", 4), "--pp 4: does not divide the 6 layers"),

@@ -16,7 +16,7 @@ def write_run(run_dir: Path, state: str, *measured: float) -> None:
     lines = [{"step": 20 * place, tool.EXACT_MATCH: value} for place, value in enumerate(measured)]
     lines.insert(1, {"step": 1})
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run_dir / "status.json").write_text(json.dumps({"state": state}))
+    (run_dir / "status.json").write_text(json.dumps({"state": state, "step": 1}))
 
 
 def write_seed(folder: Path, start: float, dpo: float, dense: float, at_end: float, state: str = "done") -> None:

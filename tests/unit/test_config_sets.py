@@ -11,6 +11,8 @@ ONE = "data.sets=[{name: a, files: [F/train.jsonl]}]"
 GRPO = ["algorithm.adv_estimator=grpo", "rollout.n=2"]
 FILTER = ["algorithm.filter_groups.enable=true", "rollout.n=2"]
 PARTS = "reward.parts=[{name: rule, kind: exact_match}, {name: other, kind: gsm8k}, {name: style, kind: function, function: 'm:f'}]"
+VAL = "data.val_files=[F/train.jsonl]"
+HELD_OUT_SETS = "data.sets=[{name: a, files: [F/train.jsonl], val_files: [F/train.jsonl], reward: [rule, style]}, {name: b, files: [F/train.jsonl], val_files: [F/train.jsonl], reward: [style]}, {name: c, files: [F/train.jsonl]}]"
 TURNS = "rollout.multi_turn.enable=true"
 
 
@@ -38,9 +40,23 @@ def sets(one: str, other: str) -> list[str]:
         ([*FILTER, *sets("style, rule", "style"), "algorithm.filter_groups.metric=other"], 'error algorithm.filter_groups.metric: "other": it does not score prompts of data.sets a, b, whose groups would never differ, nor be trained on; one that all sets have (score, style), or the part in their reward'),
         ([*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=speed"], 'error algorithm.filter_groups.metric: "speed": is no score of this experiment; one of score'),
         ([*FILTER, "algorithm.adv_estimator=remax"], "error algorithm.filter_groups.enable: true: remax compares with a greedy response"),
+        (["trainer.kind=sft", "data.prefetch=true"], "warning data.prefetch: true: does nothing, for trainer.kind is sft; leave it out"),
+        (["trainer.kind=dpo", "replay.size=8"], "warning replay.size: 8: does nothing, for trainer.kind is dpo; leave it out"),
+        (["trainer.kind=dpo", "replay.fraction=0.25"], "warning replay.fraction: 0.25: does nothing, for trainer.kind is dpo; leave it out"),
+        (["trainer.kind=reward_model", "replay.pairs=[F/train.jsonl]"], "does nothing, for trainer.kind is reward_model; leave it out"),
+        (["trainer.kind=sft", *FILTER], "warning algorithm.filter_groups.enable: true: does nothing, for trainer.kind is sft; leave it out"),
+        (["trainer.kind=sft", "trainer.critic_warmup=2"], "warning trainer.critic_warmup: 2: does nothing, for trainer.kind is sft; leave it out"),
         ([TURNS], "error rollout.multi_turn.environment: is missing, and rollout.multi_turn.enable needs it; for example megappo.environments.calculator:Calculator"),
         ([TURNS, "rollout.multi_turn.environment=calculator"], 'error rollout.multi_turn.environment: "calculator": has to be of the form module:class'),
-        (["trainer.best_metric=reward/score"], 'error trainer.best_metric: "reward/score": has to be a metric of the evaluation; for example eval/val/exact_match'),
+        ([VAL, "trainer.best_metric=reward/score"], 'error trainer.best_metric: "reward/score": is no metric of this run\'s evaluation; one of eval/train/reward, eval/train/response_length, eval/train/exact_match, eval/train/pass_at_k'),
+        ([VAL, "trainer.best_metric=eval/val/exact_match"], "is no metric of this run's evaluation; one of eval/train/reward"),
+        ([VAL, "trainer.best_metric=eval/train/accuracy"], "is no metric of this run's evaluation; one of eval/train/reward"),
+        ([VAL, "trainer.best_metric=eval/train/pass_at_2"], "is no metric of this run's evaluation; one of eval/train/reward"),
+        ([VAL, "trainer.best_metric=eval/train/reward", "trainer.kind=reward_model"], "is no metric of this run's evaluation; one of eval/train/accuracy, eval/train/margin, eval/train/loss"),
+        ([VAL, "trainer.best_metric=eval/train/reward", "trainer.kind=dpo", "reward=null"], "is no metric of this run's evaluation; one of eval/train/accuracy"),
+        ([VAL, "trainer.best_metric=eval/train/reward", "trainer.kind=sft", "reward=null"], 'error trainer.best_metric: "eval/train/reward": there is nothing to evaluate: held-out prompts have no reward to score their answers with; add reward.parts, or leave it out'),
+        (["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/b/exact_match"], "is no metric of this run's evaluation; one of eval/a/reward, eval/a/response_length, eval/a/exact_match, eval/a/pass_at_k, eval/b/reward, eval/b/response_length"),
+        (["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/c/reward"], "is no metric of this run's evaluation; one of eval/a/reward"),
         (["trainer.best_metric=eval/val/reward"], "error trainer.best_metric: \"eval/val/reward\": there is nothing to evaluate"),
         (["trainer.evaluation.n=2", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,4]"], "error trainer.evaluation.pass_at.1: 4: has to be between 1 and trainer.evaluation.n 2; for example 2, or set n to 4"),
     ],
@@ -61,6 +77,11 @@ def test_messages(tmp_path: Path, overrides: list[str], expected: str) -> None:
         [*FILTER, *sets("rule, style", ""), "algorithm.filter_groups.metric=style"],
         [*FILTER, *sets("rule", "style"), "algorithm.filter_groups.metric=score"],
         [TURNS, "rollout.multi_turn.environment=my_project.envs:Game"],
+        [VAL, "trainer.best_metric=eval/train/margin", "trainer.kind=dpo", "reward=null"],
+        [VAL, "trainer.best_metric=eval/train/exact_match", "trainer.kind=dpo"],
+        [VAL, "trainer.best_metric=eval/train/accuracy", "trainer.kind=reward_model"],
+        [VAL, "trainer.best_metric=eval/train/pass_at_2", "trainer.evaluation.n=4", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[2]"],
+        ["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/a/exact_match"],
         ["trainer.best_metric=eval/train/reward", "data.val_files=[F/train.jsonl]", "trainer.evaluation.n=4", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,2]"],
     ],
 )  # fmt: skip

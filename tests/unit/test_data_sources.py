@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.sources import read_rows, source_name
+from megappo.config.data_names import source_name
+from megappo.data.sources import read_rows
 from megappo.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]

@@ -101,6 +101,50 @@ def check_tool(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(tool, run_name="__main__")
 
 
+def test_training_commands_have_run_folders_of_their_own() -> None:
+    """In one with a finished run, of `make demo` or of another command, they would be refused or do nothing."""
+    demo = [folder for file in ("demo_warm_start", "demo_cpu") for folder in run_folders([f"yaml/{file}.yaml"])]
+    taken = dict.fromkeys(demo, "make demo")
+    found = [(str(command), words) for command in commands() if (words := training_words(command))]
+    assert len(found) > 10
+    for command, words in found:
+        for folder in run_folders(words):
+            assert folder not in taken, f"{command}: {folder} is the folder of {taken[folder]}"
+            taken[folder] = command
+
+
+def test_overrides_of_training_commands_change_something() -> None:
+    for words in filter(None, map(training_words, commands())):
+        parsed = main.parse(["train", *words])
+        file = ROOT / parsed.file
+        overrides = [word for word in parsed.overrides if not word.startswith("trainer.run_dir=")]
+        if overrides and not has_stages(file):
+            assert load_experiment(file, overrides) != load_experiment(file), (
+                f"{words}: these are the file's own values"
+            )
+
+
+def training_words(command: Command) -> list[str]:
+    """What the command gives to `megappo train`; nothing where it trains nothing, or goes on with a run on purpose."""
+    program, *rest = command.words
+    if any(word == "--resume" or word.startswith("trainer.resume=") for word in rest):
+        return []
+    if program == "megappo" and rest[0] == "train":
+        return rest[1:]
+    if program == "launch/torchrun.sh":
+        return rest
+    return rest[rest.index("launch/slurm.sbatch") + 1 :] if program == "sbatch" else []
+
+
+def run_folders(words: list[str]) -> list[str]:
+    """Where `megappo train` with these words leaves its run, or that of each stage."""
+    parsed = main.parse(["train", *words])
+    file = ROOT / parsed.file
+    if has_stages(file):
+        return [loaded.config.trainer.run_dir for loaded in read_stages(file, parsed.overrides).values()]
+    return [load_experiment(file, parsed.overrides).trainer.run_dir]
+
+
 def subparsers() -> dict[str, argparse.ArgumentParser]:
     actions = main.build_parser()._actions
     return next(action.choices for action in actions if isinstance(action, argparse._SubParsersAction))

@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.checkpoint_folder import checkpoint_to_resume, complete_checkpoints, latest_checkpoint, read_state
+from megappo.config.checkpoint_folder import (
+    checkpoint_to_resume,
+    complete_checkpoints,
+    going_on,
+    latest_checkpoint,
+    read_state,
+)
 from megappo.config.requests import ConvertRequest, TrainRequest
 from megappo.errors import ConfigError, DataError, ExitCode
 from megappo.launcher.run_status import record_end
 from megappo.observe import environment
 from megappo.observe.environment import describe_environment
 from megappo.observe.run_folder import RunFolder
-from tests.support.experiments import MODEL, small_experiment
+from tests.support.experiments import MODEL, make_checkpoint, small_experiment
 
 
 def status_of(folder: RunFolder) -> tuple[str, int, int | None]:
@@ -140,20 +146,6 @@ def test_environment_without_git_and_with_a_package_removed_in_part(
     assert json.loads(json.dumps(found["packages"])) == found["packages"]
 
 
-def make_checkpoint(folder: Path, step: int, **model: object) -> Path:
-    """A complete checkpoint as far as it can be read without torch, written `step` seconds after the first one."""
-    path = folder / f"step-{step:06d}"
-    path.mkdir(parents=True)
-    signature = {
-        "model_type": "llama", "num_layers": 6, "hidden_size": 48, "num_heads": 12, "num_kv_heads": 3,
-        "vocab_size": 64,
-    }  # fmt: skip
-    (path / "trainer.json").write_text(json.dumps({"step": step, "model": signature | model}))
-    (path / "manifest.json").write_text("{}")
-    os.utime(path / "manifest.json", (1000 + step, 1000 + step))
-    return path
-
-
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
     third, fifth = make_checkpoint(tmp_path, 3), make_checkpoint(tmp_path, 5)
@@ -188,6 +180,18 @@ def test_checkpoint_that_a_run_goes_on_from(tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "elsewhere", 5, num_layers=MODEL["num_hidden_layers"] + 1)  # type: ignore[operator]
     with pytest.raises(DataError, match=r"a checkpoint of another model .num_layers 7 there, 6 in"):
         checkpoint_to_resume(small_experiment(tmp_path, f"trainer.resume={other}"))
+
+
+def test_resume_prefers_the_run_s_own_checkpoint_to_a_named_one(tmp_path: Path) -> None:
+    def resume(*overrides: str) -> str:
+        return going_on(small_experiment(tmp_path, *overrides)).trainer.resume
+
+    other = make_checkpoint(tmp_path / "elsewhere", 9)
+    named = f"trainer.resume={other}"
+    assert [resume(), resume("trainer.resume=auto"), resume(named)] == ["auto", "auto", str(other)]
+    own = make_checkpoint(tmp_path / "runs" / "test" / "checkpoints", 5)
+    assert [resume(), resume("trainer.resume=auto"), resume(named)] == ["auto", "auto", "auto"]
+    assert checkpoint_to_resume(going_on(small_experiment(tmp_path, named))) == own
 
 
 def test_damaged_descriptions_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files of several stages: how settings are laid over each other, what a stage's model is, and where a run goes on."""
 # ruff: noqa: E501  a line of a table is one case, with the whole message
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megappo.config.load import LoadedExperiment, load_experiment, to_yaml
 from megappo.config.stages import has_stages, read_stage, read_stages
 from megappo.errors import ConfigError, ExitCode
 from megappo.observe.run_folder import RunFolder
-from tests.support.experiments import write_experiment
+from tests.support.experiments import make_checkpoint, write_experiment
 
 CHAIN = """\
 trainer: {{run_dir: {folder}/chain, seed: 7}}
@@ -127,6 +128,59 @@ def test_a_chain_goes_on_at_the_stage_where_it_stopped(file: Path) -> None:
     with pytest.raises(ConfigError, match="a finished run of other settings"):
         changed.run(runs)
     assert is_done(read_stages(file, ["trainer.resume=auto"])["first"].config)
+
+
+def test_a_run_from_the_model_of_a_stage_that_is_gone_is_refused(file: Path) -> None:
+    """Here the third stage names the first and the second, and the second the first."""
+    chain, folder = Stages(str(file), [], None, goes_on=True), file.parent / "chain"
+    assert chain.run(Runs(*[ExitCode.DONE] * 3)) is ExitCode.DONE
+    (folder / "second").rename(folder / "kept")
+    expected = "{0}/second does not hold its finished run, and what is in {0}/third was trained from the model that it had left; remove"
+    with pytest.raises(ConfigError, match="stage second: " + expected.format(folder)):
+        chain.run(Runs())
+    (folder / "kept").rename(folder / "second")
+    shutil.rmtree(folder / "first")
+    with pytest.raises(ConfigError, match=f"stage first: .* what is in {folder}/second, {folder}/third was trained"):
+        chain.run(Runs())
+    # The way out: what was built on it is trained anew too.
+    shutil.rmtree(folder / "second")
+    shutil.rmtree(folder / "third")
+    runs = Runs(*[ExitCode.DONE] * 3)
+    assert chain.run(runs) is ExitCode.DONE and runs.started == ["first", "second", "third"]
+
+
+def test_a_stopped_run_from_a_model_that_is_gone_is_refused_too(file: Path) -> None:
+    chain, folder = Stages(str(file), [], None, goes_on=True), file.parent / "chain"
+    assert chain.run(Runs(ExitCode.DONE, ExitCode.STOPPED_AFTER_SAVING)) is ExitCode.STOPPED_AFTER_SAVING
+    checkpoint = make_checkpoint(folder / "second" / "checkpoints", 1)
+    shutil.rmtree(folder / "first")
+    with pytest.raises(ConfigError, match=f"what is in {folder}/second was trained from the model that it had left"):
+        chain.run(Runs())
+    shutil.rmtree(checkpoint)  # it had not come far enough to hold anything of that model
+    runs = Runs(*[ExitCode.DONE] * 3)
+    assert chain.run(runs) is ExitCode.DONE and runs.started == ["first", "second", "third"]
+
+
+def test_stages_that_name_no_lost_model_stay(file: Path) -> None:
+    file.write_text(
+        file.read_text().replace(
+            '    model: {path: "stage:first"}\n    trainer: {kind: dpo}', "    trainer: {kind: dpo}"
+        )
+    )
+    chain, folder = Stages(str(file), [], None, goes_on=True), file.parent / "chain"
+    assert chain.run(Runs(ExitCode.DONE, ExitCode.DONE, ExitCode.STOPPED_AFTER_SAVING)) is ExitCode.STOPPED_AFTER_SAVING
+    shutil.rmtree(folder / "first")
+    runs = Runs(ExitCode.DONE, ExitCode.DONE)
+    assert chain.run(runs) is ExitCode.DONE and runs.started == ["first", "third"]
+
+
+@pytest.mark.parametrize("text", ["", '{"state": "do', "[]", "{}"])
+def test_a_status_that_a_crash_has_cut_is_that_of_no_finished_run(file: Path, text: str) -> None:
+    chain = Stages(str(file), [], None, goes_on=True)
+    assert chain.run(Runs(ExitCode.DONE, ExitCode.STOPPED_AFTER_SAVING)) is ExitCode.STOPPED_AFTER_SAVING
+    (file.parent / "chain" / "second" / "status.json").write_text(text)
+    runs = Runs(ExitCode.DONE, ExitCode.DONE)
+    assert chain.run(runs) is ExitCode.DONE and runs.started == ["second", "third"]
 
 
 def test_ranks_from_outside_run_one_stage(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,13 @@ def buggy_for_second_half(sample: RolloutSample) -> float:
     return spread(sample) if sample.position < 4 else buggy(sample)
 
 
+def spread_of_training(sample: RolloutSample) -> float:
+    """`spread`, by a judge that is down whenever held-out prompts (answers from 50 on) are to be scored."""
+    if int(sample.prompt.answer or 0) >= 50:
+        raise ConnectionError("the judge is down")
+    return spread(sample)
+
+
 def parity(sample: RolloutSample) -> float:
     """Two values, so that the responses to a prompt are often worth the same."""
     return float(sum(sample.response_ids) % 2)
