@@ -281,3 +281,34 @@ def test_theta_where_config_json_names_none_is_hugging_faces() -> None:
         assert FAMILIES[name].shape(LLAMA | keys).rope_theta == theta
     assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_theta": 5e5}).rope_theta == 5e5
     assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_parameters": {"rope_theta": 7e5}}).rope_theta == 7e5
+
+
+def ropes(family: str) -> list[tuple[str, dict[str, Any]]]:
+    """Both names of the keys of RoPE with each kind that the family has; Gemma 3's `rope_parameters` are nested."""
+    names = ["rope_scaling"] if family == "gemma3_text" else ["rope_scaling", "rope_parameters"]
+    kinds: list[dict[str, Any]] = [{}, {"rope_type": "default"}, {"type": "default"}]
+    if family not in ("deepseek_v2", "deepseek_v3", "phi3"):
+        kinds.append(LLAMA3_ROPE)
+    return [(name, kind) for name in names for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "rope"), [(family, *written) for family in sorted(FAMILIES) for written in ropes(family)]
+)
+def test_theta_and_rotary_factor_among_the_keys_of_rope_are_hugging_faces(
+    family: str, key: str, rope: dict[str, Any]
+) -> None:
+    """They count before those beside, whichever name the keys have."""
+    factor = {"partial_rotary_factor": 0.25} if family in ("glm", "glm4", "phi3") else {}
+    beside = {"rope_theta": 20000.0} | dict.fromkeys(factor, 0.75)
+    sizes = DEEPSEEK if family.startswith("deepseek") else MOE | {"num_local_experts": 8}
+    config = sizes | {"model_type": family, "pad_token_id": 0} | beside
+    inside = config | {key: rope | {"rope_theta": 5e5} | factor}
+    for written in (inside, config | {key: dict(rope)}, config):
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).rope_parameters
+        theirs = theirs.get("full_attention", theirs)
+        ours = FAMILIES[family].shape(written)
+        assert ours.rope_theta == theirs["rope_theta"]
+        assert not factor or ours.rotary_percent == theirs["partial_rotary_factor"]
+        assert (ours.rope_scaling is not None) == (theirs["rope_type"] == "llama3")
+    assert FAMILIES[family].shape(inside).rope_theta == 5e5

@@ -14,6 +14,7 @@ from megappo.models.families.base import (
     ModelShape,
     MoeShape,
     YarnRopeScaling,
+    read_theta,
     refuse_unless,
     required,
     rope_keys,
@@ -84,7 +85,6 @@ def _shape(config: HFConfig, **router: Any) -> ModelShape:
         refuse_unless(config, key, supported)
     rope_head_dim = int(required(config, "qk_rope_head_dim"))
     num_heads, query_rank = int(required(config, "num_attention_heads")), config.get("q_lora_rank")
-    rope = config.get("rope_parameters") or config
     return ModelShape(
         num_layers=int(required(config, "num_hidden_layers")),
         hidden_size=int(required(config, "hidden_size")),
@@ -96,7 +96,7 @@ def _shape(config: HFConfig, **router: Any) -> ModelShape:
         vocab_size=int(required(config, "vocab_size")),
         max_positions=int(required(config, "max_position_embeddings")),
         norm_eps=float(config.get("rms_norm_eps") or NORM_EPS),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_theta=read_theta(config),
         rope_scaling=None,
         tied=bool(config.get("tie_word_embeddings") or False),
         moe=replace(_experts(config), **router),
