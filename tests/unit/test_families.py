@@ -255,6 +255,50 @@ def test_what_deepseek_and_mixtral_are_refused_for(family: str, settings: dict[s
         FAMILIES[family].shape(DEEPSEEK | settings)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "mscales",
+    [
+        {},
+        {"mscale": 1.0},
+        {"mscale": None, "mscale_all_dim": None},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"mscale": 0.707, "mscale_all_dim": 0.707},
+        {"mscale": 0.5, "mscale_all_dim": 2.0},
+    ],
+)
+def test_yarn_multiplies_rope_as_hugging_face_does(mscales: dict[str, Any]) -> None:
+    """By Megatron's quotient of the two factors."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = DEEPSEEK | {"model_type": "deepseek_v3", "rope_parameters": YARN | mscales}
+    latent = FAMILIES["deepseek_v3"].shape(config).latent
+    assert latent is not None and latent.yarn is not None
+    yarn = latent.yarn
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert _yarn_get_concentration_factor(yarn.factor, yarn.mscale, yarn.mscale_all_dim) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"mscale": 0.7}, "mscale 0.7 and mscale_all_dim None is not supported.*; give both, or neither"),
+        ({"mscale_all_dim": 1.0}, "mscale None and mscale_all_dim 1.0 is not supported"),
+        ({"mscale": 0}, "mscale 0 and mscale_all_dim None is not supported"),
+        ({"attention_factor": 1.0}, "attention_factor 1.0 is not supported.*; take it out"),
+        ({"truncate": False}, "truncate False is not supported"),
+    ],
+)
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_yarn_that_readers_compute_differently_is_refused(family: str, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[family].shape(DEEPSEEK | {"model_type": family, "rope_scaling": YARN | setting})
+
+
 def test_layouts_that_do_not_divide_the_model() -> None:
     # SmolLM2-135M: 9 heads, 3 KV heads, 30 layers.
     sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}

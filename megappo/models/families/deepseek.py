@@ -129,6 +129,7 @@ def _yarn(config: HFConfig) -> YarnRopeScaling | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"config.json: RoPE scaling {kind!r} is not supported; supported: 'default', 'yarn'")
+    _refuse_other_yarn(rope)
     return YarnRopeScaling(
         factor=float(required(rope, "factor")),
         original_max_positions=int(required(rope, "original_max_position_embeddings")),
@@ -137,6 +138,26 @@ def _yarn(config: HFConfig) -> YarnRopeScaling | None:
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
     )
+
+
+def _refuse_other_yarn(rope: HFConfig) -> None:
+    """ConfigError where Hugging Face's models have another YaRN than Megatron and vLLM (0.32.0).
+
+    Those two multiply RoPE with the quotient of both mscales' factors, whatever is set. Hugging Face takes it where
+    both are set, the factor of mscale 1 otherwise, and `attention_factor` before either.
+    """
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not (mscale and all_dim) and not (mscale in (None, 1) and not all_dim):
+        raise ConfigError(
+            f"config.json: YaRN with mscale {mscale} and mscale_all_dim {all_dim} is not supported, for which "
+            "Hugging Face and vLLM compute different attention; give both, or neither, as the model was trained"
+        )
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, supported) not in (None, supported):
+            raise ConfigError(
+                f"config.json: YaRN with {key} {rope[key]!r} is not supported, which Megatron and vLLM do not compute; "
+                "take it out if the model was trained without"
+            )
 
 
 def _latent_attention(shape: ModelShape, layer: int) -> LayerPart:
