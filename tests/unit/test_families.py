@@ -14,6 +14,7 @@ from megappo.errors import ConfigError, DataError
 from megappo.models.architecture import check_layout, read_model
 from megappo.models.families import FAMILIES
 from megappo.models.families.base import Llama3RopeScaling, MoeShape
+from megappo.models.families.published import PUBLISHED
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
@@ -239,9 +240,67 @@ def test_routers_of_deepseek() -> None:
     assert limited is not None and (limited.num_groups, limited.top_groups, limited.best_of_group) == (4, 2, 1)
 
 
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+BARE_DEEPSEEK = without(
+    DEEPSEEK | {"n_routed_experts": 16},
+    "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "routed_scaling_factor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {}, {"n_group": 4}, {"topk_group": 3}, {"n_group": 4, "topk_group": 2}, {"n_shared_experts": 3},
+        {"first_k_dense_replace": 0}, {"routed_scaling_factor": 1.5}, {"q_lora_rank": None}, {"norm_topk_prob": False},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_what_config_json_does_not_say_of_deepseek_is_as_in_hugging_faces_class(
+    family: str, told: dict[str, Any]
+) -> None:
+    config = BARE_DEEPSEEK | {"model_type": family} | told
+    theirs, shape = transformers.AutoConfig.for_model(**config), FAMILIES[family].shape(config)
+    assert shape.moe is not None and shape.latent is not None
+    assert shape.latent.q_rank == theirs.q_lora_rank
+    groups = (theirs.n_group, theirs.topk_group) if family == "deepseek_v3" else (1, 1)  # V2's method is greedy
+    assert (shape.moe.num_groups, shape.moe.top_groups) == groups
+    assert (shape.moe.scaling, shape.moe.norm_topk_prob) == (theirs.routed_scaling_factor, theirs.norm_topk_prob)
+    assert shape.moe.shared_ffn_size == theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert shape.moe.dense_layers == frozenset(range(theirs.first_k_dense_replace))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_what_config_json_does_not_say_of_other_experts_is_as_in_hugging_faces_class(family: str) -> None:
+    config = without(MOE, "tie_word_embeddings", "hidden_act") | {"model_type": family, "num_local_experts": 8}
+    theirs, shape = transformers.AutoConfig.for_model(**config), FAMILIES[family].shape(config)
+    assert shape.moe is not None
+    # Mixtral's class has no such switch, and its router always divides.
+    assert shape.moe.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+    assert getattr(theirs, "decoder_sparse_step", 1) == 1 and not getattr(theirs, "mlp_only_layers", [])
+    assert shape.moe.dense_layers == frozenset() and shape.moe.scaling == 1.0
+    assert shape.tied == theirs.tie_word_embeddings and shape.qkv_bias == getattr(theirs, "qkv_bias", False)
+
+
+def test_the_published_deepseek_chooses_experts_as_hugging_faces_class_does() -> None:
+    config = dict(PUBLISHED["deepseek-v3"])
+    theirs, moe = transformers.DeepseekV3Config(), FAMILIES["deepseek_v3"].shape(config).moe
+    assert moe is not None
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace"):
+        assert config[key] == getattr(theirs, key)
+    assert (moe.num_groups, moe.top_groups, moe.scaling, moe.norm_topk_prob, moe.score) == (8, 4, 2.5, True, "sigmoid")
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
+        ("deepseek_v3", {"n_group": 3}, "n_routed_experts 8 are not n_group 3 equal groups of at least 2; give"),
+        ("deepseek_v3", {"n_group": 8}, "n_routed_experts 8 are not n_group 8 equal groups of at least 2; give"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group 5 is none of 1 to n_group 4"),
+        ("deepseek_v3", {"n_group": None}, "n_group is missing"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "topk_group": 0}, "topk_group 0 is none of 1 to"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "supported: 'greedy', 'group_limited_greedy'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
