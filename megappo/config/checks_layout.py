@@ -195,9 +195,22 @@ def _model_problems(config: ExperimentConfig, folder: str, facts: ModelFacts) ->
 def _vocabulary_problems(
     config: ExperimentConfig, path: str, folder: str, facts: ModelFacts, actor: ModelFacts | None
 ) -> list[Problem]:
-    """Critic and reference read the tokens that the actor writes."""
-    if actor is None or actor.vocab_size is None or facts.vocab_size is None or facts.vocab_size >= actor.vocab_size:
+    """Critic and reference read the tokens that the actor writes; an exact KL compares all of them, one by one."""
+    if actor is None or actor.vocab_size is None or facts.vocab_size is None or facts.vocab_size == actor.vocab_size:
         return []
+    if facts.vocab_size > actor.vocab_size:
+        # The folder may be the critic's too, which then is looked at first.
+        if config.trainer.kind != "ppo" or not config.needs_exact_kl or folder != config.ref.path:
+            return []
+        reason = (
+            f"its vocabulary has {facts.vocab_size} tokens, and an exact KL (full) needs the {actor.vocab_size} of "
+            f"model.path {config.model.path}, of both alike"
+        )
+        remedy = (
+            "give a reference with as many, or take an estimator such as low_var_kl for actor.kl_loss_type and "
+            "algorithm.kl_penalty"
+        )
+        return [Problem("ref.path", typed(folder), reason, remedy)]
     reason = (
         f"its vocabulary has {facts.vocab_size} tokens, and it has to read the {actor.vocab_size} of model.path "
         f"{config.model.path}"

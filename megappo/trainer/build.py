@@ -84,7 +84,7 @@ def build_ppo(config: ExperimentConfig, mesh: Mesh) -> PPOTrainer:
     rollout = rollout_worker(
         config, mesh, spec, tokenizer, actor.engine.model, on_sample=learned.begin, memory=actor.engine.memory
     )
-    reference = reference_worker(config, mesh, spec, roles, actor)
+    reference = reference_worker(config, mesh, roles, actor)
     policy = actor_worker(config, mesh, spec, actor, reference)
     values = critic_worker(config, mesh, critic, scale_length(config))
 
@@ -195,7 +195,7 @@ def number_of_steps(config: ExperimentConfig, order: Order | PromptFeed) -> int:
 
 
 def log_probs(config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, temperature: float | None = None) -> LogProbs:
-    """How actor and reference read log-probs, at the rollout's temperature unless told."""
+    """How the model of `spec`, actor or reference, reads log-probs, at the rollout's temperature unless told."""
     return LogProbs(
         mesh=mesh,
         vocab_size=spec.shape.vocab_size,
@@ -231,7 +231,7 @@ def critic_worker(
 
 
 def reference_worker(
-    config: ExperimentConfig, mesh: Mesh, spec: ModelSpec, roles: RoleBuilder, actor: TrainedRole
+    config: ExperimentConfig, mesh: Mesh, roles: RoleBuilder, actor: TrainedRole
 ) -> ReferenceWorker | NoReference:
     """The worker of the reference; where no KL needs one, its stand-in, which fills nothing."""
     if not config.needs_reference:
@@ -239,7 +239,7 @@ def reference_worker(
     fills_kl = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == EXACT
     policy = actor.engine if fills_kl else None
     cut = cutter(config, mesh, reference_forward(config))
-    return ReferenceWorker(roles.reference(actor), log_probs(config, mesh, spec), cut, policy)
+    return ReferenceWorker(roles.reference(actor), log_probs(config, mesh, roles.reference_spec()), cut, policy)
 
 
 def kl_term(config: ExperimentConfig, reference: ReferenceWorker | NoReference) -> KLTerm | None:

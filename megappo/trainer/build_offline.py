@@ -75,10 +75,10 @@ def build_dpo(config: ExperimentConfig, mesh: Mesh) -> OfflineTrainer:
     refuse_foreign_tokens(tokens_of(pairs), config, spec)
     actor = roles.actor(data.total_steps)
     read = log_probs(config, mesh, spec, temperature=1.0)
+    read_reference = log_probs(config, mesh, roles.reference_spec(), temperature=1.0)
     reference_cut = cutter(config, mesh, reference_forward(config))
-    task = DPOTask(
-        config.dpo, pairs, read, ReferenceWorker(roles.reference(actor), read, reference_cut), plan.sequences
-    )
+    reference = ReferenceWorker(roles.reference(actor), read_reference, reference_cut)
+    task = DPOTask(config.dpo, pairs, read, reference, plan.sequences)
     evaluates: Evaluator | PairEvaluator[PreferencePair]
     if reward is not None:
         evaluates = _answers(config, mesh, data, spec, actor, reward)

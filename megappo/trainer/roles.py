@@ -62,6 +62,10 @@ class RoleBuilder:
     def spec(self) -> ModelSpec:
         return read_model(Path(self.config.model.path))
 
+    def reference_spec(self) -> ModelSpec:
+        """Of the reference's own folder: its vocabulary may be larger than the actor's."""
+        return read_model(Path(self.config.ref.path or self.config.model.path))
+
     def actor(self, total_steps: int) -> TrainedRole:
         return self._trained(self.config.model.path, "lm", self.config.actor, total_steps, self.config.model.lora)
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import REWARDS, write_run_experiment
+from tests.support.tiny_models import tiny_model
 
 LAYOUTS = {
     "dp2": [],
@@ -52,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(folder: Path) -> dict[str, Any]:
     experiment = write_run_experiment(folder)
     runs = {f"turns {name}": {"kind": "turns", "overrides": [*TURNS, *own]} for name, own in LAYOUTS.items()}
+    tiny_model(folder / "larger", "llama", vocab_size=192, seed=1)
+    for name in ("dp2", "tp2"):
+        kl = ["actor.use_kl_loss=true", f"ref.path={folder}/larger"]
+        runs[f"turns larger reference {name}"] = {"kind": "turns", "overrides": [*TURNS, *LAYOUTS[name], *kl]}
     # A held-out file of no set beside them.
     whole = [*RUN, sets(folder), f"data.val_files=[{folder}/held_out.jsonl]", parts("parity", "spread")]
     runs["run dp2"] = {"kind": "run", "overrides": whole}
@@ -86,13 +91,34 @@ def test_tokens_of_the_policy_have_the_log_probs_of_a_plain_forward(
     assert sorted(rows) == list(range(16))
     assert max(row["num_turns"] for row in rows.values()) > 2
     for row in rows.values():
-        prompt, response, mask = row["prompt_ids"], row["response_ids"], row["mask"]
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + response])).logits[0]
-        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
-        expected = torch.where(torch.tensor(mask), expected, 0.0).tolist()
+        expected = plain_log_probs(model, row)
         assert row["rollout"] == pytest.approx(expected, abs=1e-5)
         assert row["old"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_a_reference_with_a_larger_vocabulary_has_the_log_probs_of_a_plain_forward(
+    layout: str, results: dict[str, Any], folder: Path
+) -> None:
+    """192 columns, where the actor has 128: all of them share the probability."""
+    from transformers import AutoModelForCausalLM
+
+    actor, reference = (AutoModelForCausalLM.from_pretrained(folder / name).eval() for name in ("model", "larger"))
+    rows = rows_of(results, f"larger reference {layout}")
+    assert sorted(rows) == list(range(16))
+    for row in rows.values():
+        assert row["old"] == pytest.approx(plain_log_probs(actor, row), abs=1e-5)
+        assert row["reference"] == pytest.approx(plain_log_probs(reference, row), abs=1e-5)
+
+
+def plain_log_probs(model: Any, row: dict[str, Any]) -> list[float]:
+    """Of the response's own tokens, 0 elsewhere."""
+    prompt, response, mask = row["prompt_ids"], row["response_ids"], row["mask"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0]
+    log_probs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
+    found: list[float] = torch.where(torch.tensor(mask), log_probs, 0.0).tolist()
+    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

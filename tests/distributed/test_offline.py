@@ -99,6 +99,8 @@ def runs_of(folder: Path, layout: str, overrides: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def one(folder: Path) -> Results:
     runs = runs_of(folder, "one", "") | {"ipo-one": IPO}
+    tiny_model(folder / "larger", "qwen3", vocab_size=192, seed=2)
+    runs["dpo-larger"] = f"trainer.kind=dpo,ref.path={folder}/larger,trainer.total_steps=1"
     # The same run in two parts, the second of which goes on from the first one's checkpoint.
     parts = KINDS["reward_model"].format(folder=folder)
     runs["parts"] = f"{parts},trainer.total_steps=2,trainer.save_last=true,trainer.export_hf=false"
@@ -183,9 +185,10 @@ def test_preferences_are_learned(one: Results) -> None:
 
 
 @torch.no_grad()
-def test_dpo_evaluates_as_transformers_does(one: Results) -> None:
-    """The exported policy and the starting one, in float64."""
-    policy, reference = (language_model(one.folder / path) for path in ("dpo-one/run/hf/latest", "policy"))
+@pytest.mark.parametrize(("name", "start"), [("dpo-one", "policy"), ("dpo-larger", "larger")])
+def test_dpo_evaluates_as_transformers_does(one: Results, name: str, start: str) -> None:
+    """The exported policy and the reference, in float64; the larger reference has 192 tokens, the policy 128."""
+    policy, reference = (language_model(one.folder / path) for path in (f"{name}/run/hf/latest", start))
     differences = []
     for row in pairs(50, 5):
         sums = [
@@ -195,7 +198,7 @@ def test_dpo_evaluates_as_transformers_does(one: Results) -> None:
         ]
         differences.append((sums[0] - sums[1]) - (sums[2] - sums[3]))
     margins = 0.2 * torch.tensor(differences)
-    assert_evaluation(one.curve("dpo-one")[-1], margins)
+    assert_evaluation(one.curve(name)[-1], margins)
 
 
 @torch.no_grad()

@@ -125,6 +125,28 @@ def test_critic_and_reference_know_the_actors_tokens(tmp_path: Path) -> None:
     assert "its vocabulary has 99 tokens, and it has to read the 100 of model.path" in problem
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    "kl",
+    [
+        ["actor.use_kl_loss=true", "actor.kl_loss_type=full"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"],
+    ],
+)
+def test_an_exact_kl_needs_a_reference_with_as_many_tokens(tmp_path: Path, kl: list[str], shared: bool) -> None:
+    """`shared`: the critic starts from the same folder, which is read once."""
+    write_experiment(tmp_path, vocab_size=101)
+    (tmp_path / "model").rename(tmp_path / "larger")
+    larger = [f"ref.path={tmp_path}/larger", *([f"critic.path={tmp_path}/larger"] if shared else [])]
+    (problem,) = found(tmp_path, *larger, *kl, vocab_size=100)
+    assert problem.startswith("error ref.path: ")
+    assert "its vocabulary has 101 tokens, and an exact KL (full) needs the 100 of model.path" in problem
+    assert "take an estimator such as low_var_kl for actor.kl_loss_type and algorithm.kl_penalty" in problem
+    assert found(tmp_path, *larger, *kl, vocab_size=101) == []
+    estimated = [word.replace("=full", "=low_var_kl") for word in kl]
+    assert found(tmp_path, *larger, *estimated, vocab_size=100) == []
+
+
 def test_world_size(tmp_path: Path) -> None:
     assert found(tmp_path, "layout.tp=3", world_size=6) == []
     (odd,) = found(tmp_path, "layout.tp=3", world_size=4)

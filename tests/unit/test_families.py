@@ -14,6 +14,7 @@ from megappo.errors import ConfigError, DataError
 from megappo.models.architecture import check_layout, read_model
 from megappo.models.families import FAMILIES
 from megappo.models.families.base import Llama3RopeScaling, MoeShape
+from megappo.models.families.published import PUBLISHED
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
@@ -239,9 +240,67 @@ def test_routers_of_deepseek() -> None:
     assert limited is not None and (limited.num_groups, limited.top_groups, limited.best_of_group) == (4, 2, 1)
 
 
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+BARE_DEEPSEEK = without(
+    DEEPSEEK | {"n_routed_experts": 16},
+    "q_lora_rank", "n_group", "topk_group", "first_k_dense_replace", "n_shared_experts", "routed_scaling_factor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {}, {"n_group": 4}, {"topk_group": 3}, {"n_group": 4, "topk_group": 2}, {"n_shared_experts": 3},
+        {"first_k_dense_replace": 0}, {"routed_scaling_factor": 1.5}, {"q_lora_rank": None}, {"norm_topk_prob": False},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_what_config_json_does_not_say_of_deepseek_is_as_in_hugging_faces_class(
+    family: str, told: dict[str, Any]
+) -> None:
+    config = BARE_DEEPSEEK | {"model_type": family} | told
+    theirs, shape = transformers.AutoConfig.for_model(**config), FAMILIES[family].shape(config)
+    assert shape.moe is not None and shape.latent is not None
+    assert shape.latent.q_rank == theirs.q_lora_rank
+    groups = (theirs.n_group, theirs.topk_group) if family == "deepseek_v3" else (1, 1)  # V2's method is greedy
+    assert (shape.moe.num_groups, shape.moe.top_groups) == groups
+    assert (shape.moe.scaling, shape.moe.norm_topk_prob) == (theirs.routed_scaling_factor, theirs.norm_topk_prob)
+    assert shape.moe.shared_ffn_size == theirs.n_shared_experts * theirs.moe_intermediate_size
+    assert shape.moe.dense_layers == frozenset(range(theirs.first_k_dense_replace))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_what_config_json_does_not_say_of_other_experts_is_as_in_hugging_faces_class(family: str) -> None:
+    config = without(MOE, "tie_word_embeddings", "hidden_act") | {"model_type": family, "num_local_experts": 8}
+    theirs, shape = transformers.AutoConfig.for_model(**config), FAMILIES[family].shape(config)
+    assert shape.moe is not None
+    # Mixtral's class has no such switch, and its router always divides.
+    assert shape.moe.norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
+    assert getattr(theirs, "decoder_sparse_step", 1) == 1 and not getattr(theirs, "mlp_only_layers", [])
+    assert shape.moe.dense_layers == frozenset() and shape.moe.scaling == 1.0
+    assert shape.tied == theirs.tie_word_embeddings and shape.qkv_bias == getattr(theirs, "qkv_bias", False)
+
+
+def test_the_published_deepseek_chooses_experts_as_hugging_faces_class_does() -> None:
+    config = dict(PUBLISHED["deepseek-v3"])
+    theirs, moe = transformers.DeepseekV3Config(), FAMILIES["deepseek_v3"].shape(config).moe
+    assert moe is not None
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "first_k_dense_replace"):
+        assert config[key] == getattr(theirs, key)
+    assert (moe.num_groups, moe.top_groups, moe.scaling, moe.norm_topk_prob, moe.score) == (8, 4, 2.5, True, "sigmoid")
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
+        ("deepseek_v3", {"n_group": 3}, "n_routed_experts 8 are not n_group 3 equal groups of at least 2; give"),
+        ("deepseek_v3", {"n_group": 8}, "n_routed_experts 8 are not n_group 8 equal groups of at least 2; give"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group 5 is none of 1 to n_group 4"),
+        ("deepseek_v3", {"n_group": None}, "n_group is missing"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "topk_group": 0}, "topk_group 0 is none of 1 to"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "supported: 'greedy', 'group_limited_greedy'"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
@@ -253,6 +312,50 @@ def test_routers_of_deepseek() -> None:
 def test_what_deepseek_and_mixtral_are_refused_for(family: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FAMILIES[family].shape(DEEPSEEK | settings)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    "mscales",
+    [
+        {},
+        {"mscale": 1.0},
+        {"mscale": None, "mscale_all_dim": None},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"mscale": 0.707, "mscale_all_dim": 0.707},
+        {"mscale": 0.5, "mscale_all_dim": 2.0},
+    ],
+)
+def test_yarn_multiplies_rope_as_hugging_face_does(mscales: dict[str, Any]) -> None:
+    """By Megatron's quotient of the two factors."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = DEEPSEEK | {"model_type": "deepseek_v3", "rope_parameters": YARN | mscales}
+    latent = FAMILIES["deepseek_v3"].shape(config).latent
+    assert latent is not None and latent.yarn is not None
+    yarn = latent.yarn
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert _yarn_get_concentration_factor(yarn.factor, yarn.mscale, yarn.mscale_all_dim) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"mscale": 0.7}, "mscale 0.7 and mscale_all_dim None is not supported.*; give both, or neither"),
+        ({"mscale_all_dim": 1.0}, "mscale None and mscale_all_dim 1.0 is not supported"),
+        ({"mscale": 0}, "mscale 0 and mscale_all_dim None is not supported"),
+        ({"attention_factor": 1.0}, "attention_factor 1.0 is not supported.*; take it out"),
+        ({"truncate": False}, "truncate False is not supported"),
+    ],
+)
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_yarn_that_readers_compute_differently_is_refused(family: str, setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES[family].shape(DEEPSEEK | {"model_type": family, "rope_scaling": YARN | setting})
 
 
 def test_layouts_that_do_not_divide_the_model() -> None:
@@ -281,3 +384,34 @@ def test_theta_where_config_json_names_none_is_hugging_faces() -> None:
         assert FAMILIES[name].shape(LLAMA | keys).rope_theta == theta
     assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_theta": 5e5}).rope_theta == 5e5
     assert FAMILIES["mixtral"].shape(LLAMA | keys | {"rope_parameters": {"rope_theta": 7e5}}).rope_theta == 7e5
+
+
+def ropes(family: str) -> list[tuple[str, dict[str, Any]]]:
+    """Both names of the keys of RoPE with each kind that the family has; Gemma 3's `rope_parameters` are nested."""
+    names = ["rope_scaling"] if family == "gemma3_text" else ["rope_scaling", "rope_parameters"]
+    kinds: list[dict[str, Any]] = [{}, {"rope_type": "default"}, {"type": "default"}]
+    if family not in ("deepseek_v2", "deepseek_v3", "phi3"):
+        kinds.append(LLAMA3_ROPE)
+    return [(name, kind) for name in names for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "rope"), [(family, *written) for family in sorted(FAMILIES) for written in ropes(family)]
+)
+def test_theta_and_rotary_factor_among_the_keys_of_rope_are_hugging_faces(
+    family: str, key: str, rope: dict[str, Any]
+) -> None:
+    """They count before those beside, whichever name the keys have."""
+    factor = {"partial_rotary_factor": 0.25} if family in ("glm", "glm4", "phi3") else {}
+    beside = {"rope_theta": 20000.0} | dict.fromkeys(factor, 0.75)
+    sizes = DEEPSEEK if family.startswith("deepseek") else MOE | {"num_local_experts": 8}
+    config = sizes | {"model_type": family, "pad_token_id": 0} | beside
+    inside = config | {key: rope | {"rope_theta": 5e5} | factor}
+    for written in (inside, config | {key: dict(rope)}, config):
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(written))).rope_parameters
+        theirs = theirs.get("full_attention", theirs)
+        ours = FAMILIES[family].shape(written)
+        assert ours.rope_theta == theirs["rope_theta"]
+        assert not factor or ours.rotary_percent == theirs["partial_rotary_factor"]
+        assert (ours.rope_scaling is not None) == (theirs["rope_type"] == "llama3")
+    assert FAMILIES[family].shape(inside).rope_theta == 5e5

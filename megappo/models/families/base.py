@@ -205,16 +205,20 @@ def rope_keys(config: HFConfig) -> HFConfig:
     return parameters or scaling
 
 
+def read_theta(config: HFConfig, default: float = 10000.0) -> float:
+    """`rope_theta`, among the keys of RoPE or beside them."""
+    return float(rope_keys(config).get("rope_theta") or config.get("rope_theta") or default)
+
+
 def read_rope(config: HFConfig) -> tuple[float, Llama3RopeScaling | None]:
     """(theta, scaling) from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    scaling = rope_keys(config)
-    theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
+    scaling, theta = rope_keys(config), read_theta(config)
     kind = rope_kind(scaling)
     if kind == "default":
-        return float(theta), None
+        return theta, None
     if kind != "llama3":
         raise ConfigError(f"config.json: RoPE scaling {kind!r} is not supported; supported: 'default', 'llama3'")
-    return float(theta), Llama3RopeScaling(
+    return theta, Llama3RopeScaling(
         factor=float(required(scaling, "factor")),
         low_freq_factor=float(required(scaling, "low_freq_factor")),
         high_freq_factor=float(required(scaling, "high_freq_factor")),
@@ -236,8 +240,8 @@ def window_of(config: HFConfig) -> int | None:
 
 
 def read_rotary_percent(config: HFConfig, default: float) -> float:
-    """`partial_rotary_factor`, in `rope_parameters` (transformers 5) or beside it (before)."""
-    percent = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    """`partial_rotary_factor`, among the keys of RoPE or beside them."""
+    percent = rope_keys(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return default if percent is None else float(percent)
 
 

@@ -14,6 +14,7 @@ from megappo.models.families.base import (
     ModelShape,
     MoeShape,
     YarnRopeScaling,
+    read_theta,
     refuse_unless,
     required,
     rope_keys,
@@ -39,10 +40,14 @@ class DeepseekV3:
         refuse_unless(config, "scoring_func", "sigmoid")
         refuse_unless(config, "topk_method", "noaux_tc")
         refuse_unless(config, "rope_interleave", True)
-        num_groups = int(config.get("n_group") or 1)
+        # The configuration class's values where config.json has none.
+        config = {
+            "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
+            "first_k_dense_replace": 3, "q_lora_rank": 1536, **config,
+        }  # fmt: skip
         return _shape(
             config, score="sigmoid", has_bias=True, norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-            num_groups=num_groups, top_groups=int(config.get("topk_group") or num_groups), best_of_group=2,
+            **_groups(config, best_of_group=2),
         )  # fmt: skip
 
     def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
@@ -58,6 +63,8 @@ class DeepseekV2:
 
     def shape(self, config: HFConfig) -> ModelShape:
         """Sizes from `config.json`. Raises ConfigError for routing that is not DeepSeek-V2's."""
+        # The configuration class's values where config.json has none.
+        config = {"n_shared_experts": 2, "q_lora_rank": 1536, **config}
         refuse_unless(config, "scoring_func", "softmax")
         refuse_unless(config, "norm_topk_prob", False)
         method = config.get("topk_method") or "greedy"
@@ -68,8 +75,7 @@ class DeepseekV2:
                 f"config.json: topk_method is {method!r}, which megappo's deepseek_v2 layers do not compute; "
                 "supported: 'greedy', 'group_limited_greedy'"
             )
-        num_groups, top_groups = int(required(config, "n_group")), int(required(config, "topk_group"))
-        return _shape(config, num_groups=num_groups, top_groups=top_groups)
+        return _shape(config, **_groups(config, best_of_group=1))
 
     def weight_map(self, shape: ModelShape, head: Head) -> WeightMap:
         return decoder_weight_map(shape, head, attention=_latent_attention, mlp=_mlp)
@@ -84,7 +90,6 @@ def _shape(config: HFConfig, **router: Any) -> ModelShape:
         refuse_unless(config, key, supported)
     rope_head_dim = int(required(config, "qk_rope_head_dim"))
     num_heads, query_rank = int(required(config, "num_attention_heads")), config.get("q_lora_rank")
-    rope = config.get("rope_parameters") or config
     return ModelShape(
         num_layers=int(required(config, "num_hidden_layers")),
         hidden_size=int(required(config, "hidden_size")),
@@ -96,7 +101,7 @@ def _shape(config: HFConfig, **router: Any) -> ModelShape:
         vocab_size=int(required(config, "vocab_size")),
         max_positions=int(required(config, "max_position_embeddings")),
         norm_eps=float(config.get("rms_norm_eps") or NORM_EPS),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rope_theta=read_theta(config),
         rope_scaling=None,
         tied=bool(config.get("tie_word_embeddings") or False),
         moe=replace(_experts(config), **router),
@@ -110,15 +115,33 @@ def _shape(config: HFConfig, **router: Any) -> ModelShape:
     )
 
 
+def _groups(config: HFConfig, best_of_group: int) -> dict[str, int]:
+    """The groups of experts in `MoeShape`. ConfigError where the experts do not make so many."""
+    num_experts, num_groups = int(required(config, "n_routed_experts")), int(required(config, "n_group"))
+    top_groups = int(required(config, "topk_group")) if num_groups > 1 else 1
+    if num_groups < 1 or num_experts % num_groups or num_experts // num_groups < best_of_group:
+        raise ConfigError(
+            f"config.json: n_routed_experts {num_experts} are not n_group {num_groups} equal groups of at least "
+            f"{best_of_group}; give the number of groups that the model was trained with (1 for none)"
+        )
+    if not 1 <= top_groups <= num_groups:
+        raise ConfigError(
+            f"config.json: topk_group {top_groups} is none of 1 to n_group {num_groups}; give the number of groups "
+            "that the model was trained with"
+        )
+    return {"num_groups": num_groups, "top_groups": top_groups, "best_of_group": best_of_group}
+
+
 def _experts(config: HFConfig) -> MoeShape:
-    ffn_size = int(required(config, "moe_intermediate_size"))
+    ffn_size, num_layers = int(required(config, "moe_intermediate_size")), int(required(config, "num_hidden_layers"))
+    num_dense = int(config.get("first_k_dense_replace") or 0)
     return MoeShape(
         num_experts=int(required(config, "n_routed_experts")),
         top_k=int(required(config, "num_experts_per_tok")),
         ffn_size=ffn_size,
         shared_ffn_size=ffn_size * int(config.get("n_shared_experts") or 0),
         scaling=float(config.get("routed_scaling_factor") or 1.0),
-        dense_layers=frozenset(range(int(config.get("first_k_dense_replace") or 0))),
+        dense_layers=frozenset(range(min(num_dense, num_layers))),
     )
 
 
@@ -129,6 +152,7 @@ def _yarn(config: HFConfig) -> YarnRopeScaling | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"config.json: RoPE scaling {kind!r} is not supported; supported: 'default', 'yarn'")
+    _refuse_other_yarn(rope)
     return YarnRopeScaling(
         factor=float(required(rope, "factor")),
         original_max_positions=int(required(rope, "original_max_position_embeddings")),
@@ -137,6 +161,26 @@ def _yarn(config: HFConfig) -> YarnRopeScaling | None:
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
     )
+
+
+def _refuse_other_yarn(rope: HFConfig) -> None:
+    """ConfigError where Hugging Face's models have another YaRN than Megatron and vLLM (0.32.0).
+
+    Those two multiply RoPE with the quotient of both mscales' factors, whatever is set. Hugging Face takes it where
+    both are set, the factor of mscale 1 otherwise, and `attention_factor` before either.
+    """
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not (mscale and all_dim) and not (mscale in (None, 1) and not all_dim):
+        raise ConfigError(
+            f"config.json: YaRN with mscale {mscale} and mscale_all_dim {all_dim} is not supported, for which "
+            "Hugging Face and vLLM compute different attention; give both, or neither, as the model was trained"
+        )
+    for key, supported in (("attention_factor", None), ("truncate", True)):
+        if rope.get(key, supported) not in (None, supported):
+            raise ConfigError(
+                f"config.json: YaRN with {key} {rope[key]!r} is not supported, which Megatron and vLLM do not compute; "
+                "take it out if the model was trained without"
+            )
 
 
 def _latent_attention(shape: ModelShape, layer: int) -> LayerPart:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from megappo.models.families.base import HFConfig, ModelShape, read_shape, refuse_unless
+from megappo.models.families.base import HFConfig, ModelShape, read_shape, read_theta, refuse_unless
 from megappo.models.families.decoder import LayerPart, decoder_weight_map
 from megappo.models.families.experts import ExpertNames, read_experts, routed_experts
 from megappo.models.weight_map import Head, WeightMap
@@ -21,7 +21,7 @@ class Mixtral:
     def shape(self, config: HFConfig) -> ModelShape:
         refuse_unless(config, "sliding_window", None)
         # Where config.json names no theta, Hugging Face's Mixtral has another one than its other families.
-        config = {**config, "rope_theta": config.get("rope_theta") or THETA}
+        config = {**config, "rope_theta": read_theta(config, default=THETA)}
         shape = read_shape(config, qkv_bias=False, qk_norm=False, default_tied=False)
         return replace(shape, moe=read_experts(config, norm_topk_prob=True, ffn_key="intermediate_size"))
 

@@ -64,7 +64,8 @@ _SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163840, "tie_word_embeddings": False, "q_lora_rank": 1536, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
         "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
-        "first_k_dense_replace": 3, **_COMMON,
+        "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", **_COMMON,
     },
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from megappo.parallel.mesh import start_mesh, stop_mesh
 from megappo.trainer.build import build_ppo
 from megappo.trainer.loop import Step
 from megappo.trainer.ppo import PPOTrainer
+from megappo.workers.reference import ReferenceWorker
 
 
 class Silent:
@@ -39,10 +40,13 @@ def turns(trainer: PPOTrainer, world_size: int) -> dict[str, Any]:
     collected = trainer.collector.collect(step)
     batch = trainer.actor.fill_old_log_probs(ExperienceBatch.from_samples(collected.samples))
     old = batch.get("old_log_probs")
+    has_reference = isinstance(trainer.reference, ReferenceWorker)
+    reference = trainer.reference.fill_log_probs(batch).get("ref_log_probs") if has_reference else None
     rows = []
     for index, sample in enumerate(collected.samples):
         begin = int(batch.cu_seqlens[index]) + len(sample.prompt.token_ids)
-        mask = batch.response_mask[begin : begin + len(sample.response_ids)]
+        end = begin + len(sample.response_ids)
+        mask = batch.response_mask[begin:end]
         rows.append(
             {
                 "position": sample.position,
@@ -51,13 +55,16 @@ def turns(trainer: PPOTrainer, world_size: int) -> dict[str, Any]:
                 "response_ids": sample.response_ids,
                 "mask": mask.tolist(),
                 "rollout": sample.rollout_log_probs,
-                "old": old[begin : begin + len(sample.response_ids)].tolist(),
+                "old": old[begin:end].tolist(),
+                "reference": None if reference is None else reference[begin:end].tolist(),
                 "text": sample.text,
                 "finish_reason": sample.finish_reason,
                 "num_turns": sample.num_turns,
             }
         )
     advantages = torch.where(batch.response_mask, 1.0, torch.nan)
+    if reference is not None:
+        batch = batch.fill(ref_log_probs=reference)
     update = trainer.actor.update(batch.fill(advantages=advantages))
     told = trainer.loop._peak._absent is trainer.collector.rollout.absent  # type: ignore[union-attr]
     return {"rows": rows, "update": update, "metrics": step.metrics, "peaks are told of the engine": told}
