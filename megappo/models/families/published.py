@@ -65,7 +65,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
         "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
         "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc", **_COMMON,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", **_COMMON, "rope_theta": 10000.0,
     },
 }  # fmt: skip
 
