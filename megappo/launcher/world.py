@@ -3,6 +3,7 @@
 import os
 
 from megappo.config.layout import LayoutConfig
+from megappo.config.shared_gpus import RANKS_PER_GPU, ranks_per_gpu
 from megappo.errors import ConfigError
 
 
@@ -26,21 +27,23 @@ def count_gpus() -> int:
 
 
 def local_world_size(layout: LayoutConfig, nproc: int | None, num_gpus: int) -> int:
-    """Ranks to start: `nproc`, else tp · pp · cp · dp, else one for each GPU, else one copy of the model
-    with all its experts.
+    """Ranks to start: `nproc`, else tp · pp · cp · dp, else as many as the GPUs take, one each unless
+    MEGAPPO_RANKS_PER_GPU says otherwise, else one copy of the model with all its experts.
 
-    Raises ConfigError where there are GPUs, but fewer than ranks.
+    Raises ConfigError where there are GPUs, but too few for the ranks.
     """
+    most = num_gpus * ranks_per_gpu()
     if nproc is not None:
         world_size = nproc
     elif layout.dp is not None:
         world_size = layout.model_parallel_size * layout.dp
     else:
-        world_size = max(num_gpus, layout.model_parallel_size * layout.fewest_copies)
-    if num_gpus and world_size > num_gpus:
+        world_size = max(most, layout.model_parallel_size * layout.fewest_copies)
+    if num_gpus and world_size > most:
         origin = f"--nproc {nproc}" if nproc is not None else f"layout {layout.product()} · dp {layout.dp or 1}"
         raise ConfigError(
-            f"{origin}: needs {world_size} ranks, and this machine has {num_gpus} GPUs; start at most {num_gpus}, "
-            "use more machines (launch/torchrun.sh, launch/slurm.sbatch), or set CUDA_VISIBLE_DEVICES= to run on CPUs"
+            f"{origin}: needs {world_size} ranks, and this machine has {num_gpus} GPUs; start at most {most}, "
+            f"use more machines (launch/torchrun.sh, launch/slurm.sbatch), set {RANKS_PER_GPU} to try a layout with "
+            "several ranks on a GPU, or CUDA_VISIBLE_DEVICES= to run on CPUs"
         )
     return world_size

@@ -35,6 +35,13 @@ from megappo.config.checkpoint_folder import (
     read_state,
     signature,
 )
+from megappo.config.checkpoint_names import (
+    PARTIAL,
+    finish_interrupted,
+    put_in_place,
+    remove_checkpoint,
+    remove_left_over,
+)
 from megappo.config.model_folder import read_model_facts
 from megappo.errors import DataError
 from megappo.models.build import ModelSpec
@@ -42,13 +49,6 @@ from megappo.models.hf_folder import copy_companions
 from megappo.observe.run_folder import replace_file
 from megappo.parallel.collectives import broadcast_object, gather_objects
 from megappo.parallel.mesh import Mesh
-from megappo.trainer.checkpoint_names import (
-    PARTIAL,
-    finish_interrupted,
-    put_in_place,
-    remove_checkpoint,
-    remove_left_over,
-)
 from megappo.trainer.frozen_weights import FrozenWeights
 from megappo.trainer.saved_role import SavedRole, adapters_of, check_same_adapters, load_role, save_role
 
@@ -159,8 +159,7 @@ class CheckpointStore:
     def _with_evaluation(self, path: Path, state: LoopState) -> LoopState:
         """The state, with what was noted of an evaluation after it. A collective call."""
         # One rank looks: on a shared file system the others may not see yet what was added to the checkpoint.
-        looks = self._mesh.is_writer and (path / EVALUATION).exists()
-        noted = broadcast_object(read_part(path, EVALUATION) if looks else None, self._mesh.world_group, 0)
+        noted = broadcast_object(_noted(path) if self._mesh.is_writer else None, self._mesh.world_group, 0)
         return state if noted is None else replace(state, best=noted["best"], unreported=None)
 
     def _remove_old(self) -> None:
@@ -169,6 +168,14 @@ class CheckpointStore:
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 if old.resolve() != best:
                     remove_checkpoint(old)
+
+
+def _noted(path: Path) -> dict[str, Any] | None:
+    """What `note_evaluation` wrote, None where it is missing, or cut by a crash: the evaluation is made again, then."""
+    try:
+        return read_part(path, EVALUATION)
+    except DataError:
+        return None
 
 
 def _same_frozen_weights(path: Path, saved: Mapping[str, Any], roles: Mapping[str, SavedRole]) -> set[str]:

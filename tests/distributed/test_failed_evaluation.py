@@ -1,6 +1,7 @@
 """An evaluation that fails, for its judge is down, costs no step: the run goes on with the same numbers and marks."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,11 @@ def test_an_evaluation_that_is_done_is_not_repeated(experiment: Path, whole: Pat
     run, named = experiment.parent / "later", f"trainer.resume={whole}/checkpoints/step-000002"
     succeed("train", experiment, *SETTINGS, f"trainer.run_dir={run}", named, reward("spread"))
     check_same(run, whole, [3, 4])
+
+
+def test_an_evaluation_whose_note_a_crash_has_cut_is_made_again(experiment: Path, whole: Path) -> None:
+    run, saved = experiment.parent / "after-crash", experiment.parent / "cut" / "step-000002"
+    shutil.copytree(whole / "checkpoints" / "step-000002", saved)
+    (saved / "evaluation.json").write_text('{"best": {"met')
+    succeed("train", experiment, *SETTINGS, f"trainer.run_dir={run}", f"trainer.resume={saved}", reward("spread"))
+    check_same(run, whole, [2, 3, 4])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megappo.config.hybrid import default_check_limit
-from megappo.parallel.gpus import ranks_per_gpu
+from megappo.config.shared_gpus import ranks_per_gpu
 from tests.support.gpus import num_gpu_ranks
 from tests.support.ranks import run_ranks
 from tests.support.runs import metrics, succeed, write_run_experiment

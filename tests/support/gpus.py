@@ -2,7 +2,7 @@
 
 import torch
 
-from megappo.parallel.gpus import ranks_per_gpu
+from megappo.config.shared_gpus import ranks_per_gpu
 
 
 def num_gpu_ranks() -> int:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megappo.config import checkpoint_names
 from megappo.config.checkpoint_folder import complete_checkpoints, read_state
-from megappo.trainer import checkpoint, checkpoint_names
+from megappo.config.checkpoint_names import finish_interrupted, remove_left_over
+from megappo.trainer import checkpoint
 from megappo.trainer.checkpoint import CheckpointStore, LoopState
-from megappo.trainer.checkpoint_names import finish_interrupted, remove_left_over
 from tests.support.experiments import write_experiment
 
 

@@ -130,6 +130,12 @@ def test_resume_goes_on_from_a_named_checkpoint_until_the_run_has_its_own(
         make_checkpoint(run_dir / "checkpoints", 5)
         assert typed(capsys, *words)[0] == 0
         assert asked.request.config.trainer.resume == "auto"
+    # A kill between the last file of a save and its name: the run has a checkpoint of its own.
+    for experiment, run_dir in runs:
+        newest = run_dir / "checkpoints" / "step-000005"
+        newest.rename(newest.with_name("step-000005.partial"))
+        assert typed(capsys, "train", "--resume", experiment, f"trainer.resume={other}")[0] == 0
+        assert asked.request.config.trainer.resume == "auto" and newest.is_dir()
 
 
 def test_train_checks_the_world_before_it_starts(

@@ -48,6 +48,7 @@ def test_sound(tmp_path: Path, overrides: tuple[str, ...]) -> None:
         (("trainer.kind=sft", "reward=null", "actor.log_prob_max_token_len_per_gpu=64"), "warning actor.log_prob_max_token_len_per_gpu: 64: does nothing, for trainer.kind sft cuts micro-batches by sequences; leave it out"),
         ((*DYNAMIC, "algorithm.adv_estimator=remax", "critic.ppo_max_token_len_per_gpu=64"), "warning critic.ppo_max_token_len_per_gpu: 64: does nothing, for this run has no critic; leave it out"),
         ((*DYNAMIC, "ref.log_prob_max_token_len_per_gpu=64"), "warning ref.log_prob_max_token_len_per_gpu: 64: does nothing, for this run has no reference; leave it out"),
+        (("actor.use_kl_loss=true", "model.lora.rank=4", "ref.log_prob_max_token_len_per_gpu=64"), "warning ref.log_prob_max_token_len_per_gpu: 64: does nothing, for actor.use_dynamic_bsz is false; set that to true, or leave it out"),
         (("critic.ppo_max_token_len_per_gpu=64",), "warning critic.ppo_max_token_len_per_gpu: 64: does nothing, for actor.use_dynamic_bsz is false"),
     ],
 )  # fmt: skip

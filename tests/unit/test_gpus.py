@@ -5,9 +5,12 @@ import os
 import pytest
 import torch
 
+from megappo.config.layout import LayoutConfig
+from megappo.config.shared_gpus import RANKS_PER_GPU, ranks_per_gpu
 from megappo.engines.vllm import environment
 from megappo.errors import ConfigError
-from megappo.parallel.gpus import RANKS_PER_GPU, ranks_per_gpu, take_gpu
+from megappo.launcher.world import local_world_size
+from megappo.parallel.gpus import take_gpu
 
 NAMES = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", RANKS_PER_GPU, "VLLM_ALLREDUCE_USE_SYMM_MEM")
 
@@ -64,6 +67,17 @@ def test_more_ranks_than_gpus_take_are_refused_on_all(
         taken(monkeypatch, rank, 1, local=3, world=3, most=most)
     assert str(refused.value).startswith(f"3 ranks on this machine, but 1 visible GPUs with {told} rank each; ")
     assert str(refused.value).endswith("set MEGAPPO_RANKS_PER_GPU to 3")
+
+
+def test_as_many_ranks_are_started_as_gpus_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs 2 ranks, and this machine has 1 GPUs; start at most 1, use more"):
+        local_world_size(LayoutConfig(tp=2), None, num_gpus=1)
+    monkeypatch.setenv(RANKS_PER_GPU, "2")
+    assert local_world_size(LayoutConfig(tp=2), None, num_gpus=1) == 2
+    assert local_world_size(LayoutConfig(), None, num_gpus=2) == 4
+    assert local_world_size(LayoutConfig(), 1, num_gpus=2) == 1
+    with pytest.raises(ConfigError, match="--nproc 3: needs 3 ranks, and this machine has 1 GPUs; start at most 2"):
+        local_world_size(LayoutConfig(), 3, num_gpus=1)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", ""])

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import numpy
 import torch
 
+from megappo.config.shared_gpus import ranks_per_gpu
 from megappo.errors import ConfigError
-from megappo.parallel.gpus import ranks_per_gpu
 
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the rank's own process

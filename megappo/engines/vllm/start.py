@@ -12,13 +12,13 @@ from torch import nn
 
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
+from megappo.config.shared_gpus import ranks_per_gpu
 from megappo.engines.vllm.environment import has_latent_kernels, prepare_environment
 from megappo.engines.vllm.patches import starting
 from megappo.engines.vllm.transfer import register_loader
 from megappo.errors import ConfigError
 from megappo.models.architecture import ModelSpec
 from megappo.parallel.collectives import broadcast_object
-from megappo.parallel.gpus import ranks_per_gpu
 from megappo.parallel.mesh import Mesh
 
 LOAD_FORMAT = "megappo"

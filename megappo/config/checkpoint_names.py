@@ -1,6 +1,6 @@
 """The names of checkpoint folders: how a complete one gets its own, how one is removed, and what a kill leaves of both.
 
-Not here: what is in them (`checkpoint.py`), and which of them a run goes on from (`config/checkpoint_folder.py`).
+Not here: what is in them (`trainer/checkpoint.py`), and which of them a run goes on from (`checkpoint_folder.py`).
 """
 
 import os
