@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megappo.config.checks_memory import missing_role
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.passes import (
     PassSize,
@@ -82,8 +83,8 @@ def _idle(config: ExperimentConfig) -> Iterator[Problem]:
 
 def _why_idle(config: ExperimentConfig, role: str) -> tuple[str, str]:
     """Why a role's micro-batches are not cut by tokens, and what to do about it."""
-    if role == "critic" and not (config.trainer.kind == "ppo" and config.needs_critic):
-        return "this run has no critic", "leave it out"
+    if role == "critic" and (missing := missing_role(config, "critic")) is not None:
+        return missing, "leave it out"
     if role == "ref" and not config.has_reference:
         return "this run has no reference", "leave it out"
     if config.trainer.kind != "ppo":

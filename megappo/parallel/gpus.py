@@ -20,7 +20,7 @@ def take_gpu() -> None:
     num_ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if num_ranks > most * num_gpus:
         raise ConfigError(
-            f"{num_ranks} ranks on this machine, but {num_gpus} visible GPUs with {most} rank each; start one rank a "
+            f"{num_ranks} ranks on this machine, but {num_gpus} visible GPUs for {most} each; start one rank a "
             "GPU, and let every rank see all GPUs (Slurm: --gpus-per-node, not --gpus-per-task), or, to try a layout "
             f"with several ranks on a GPU, set {RANKS_PER_GPU} to {-(-num_ranks // num_gpus)}"
         )

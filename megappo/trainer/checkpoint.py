@@ -37,7 +37,6 @@ from megappo.config.checkpoint_folder import (
 )
 from megappo.config.checkpoint_names import (
     PARTIAL,
-    finish_interrupted,
     put_in_place,
     remove_checkpoint,
     remove_left_over,
@@ -97,12 +96,6 @@ class CheckpointStore:
             self._remove_old()
         dist.barrier()
         return target
-
-    def finish_interrupted(self) -> None:
-        """Gives their names back to checkpoints that a kill between two renames left without."""
-        if self._mesh.is_writer:
-            finish_interrupted(self._folder)
-        dist.barrier()
 
     def mark_best(self, step: int) -> None:
         """Points `best` to the checkpoint of `step`, which is then kept whatever its age."""

@@ -207,7 +207,6 @@ class Loop:
 
     def _start(self) -> int:
         """Resumes or starts; returns the number of steps that lie behind."""
-        self._store.finish_interrupted()
         # One rank looks and tells: on a shared file system the others may not see yet what was written last.
         # With --resume each process of srun has looked for itself too, so that `trainer.resume` may differ among them.
         found = checkpoint_to_resume(self._config) if self._mesh.is_writer else None

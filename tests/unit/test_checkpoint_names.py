@@ -85,7 +85,7 @@ def test_a_step_saved_again_is_there_whenever_the_process_ends(
         killed_at(call, patch)
         with pytest.raises(Killed):
             save(store, 5, "again")
-    store.finish_interrupted()
+    finish_interrupted(tmp_path / "checkpoints")
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step-000005"]
     assert weights_of(tmp_path, 5) == ("first" if call == 0 else "again")
     assert (tmp_path / "checkpoints" / "latest").resolve().name == "step-000005"

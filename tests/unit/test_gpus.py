@@ -65,7 +65,7 @@ def test_more_ranks_than_gpus_take_are_refused_on_all(
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         taken(monkeypatch, rank, 1, local=3, world=3, most=most)
-    assert str(refused.value).startswith(f"3 ranks on this machine, but 1 visible GPUs with {told} rank each; ")
+    assert str(refused.value).startswith(f"3 ranks on this machine, but 1 visible GPUs for {told} each; ")
     assert str(refused.value).endswith("set MEGAPPO_RANKS_PER_GPU to 3")
 
 
