@@ -29,6 +29,7 @@ from typing import Any
 import megappo.parallel.runtime as runtime  # isort: skip  before megatron
 
 import torch
+from cores import keep_to_fastest  # beside this file
 
 from megappo.config.grid import GenerationGrid
 from megappo.config.hybrid import default_check_limit
@@ -70,10 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", choices=("fp8",), help="through vLLM's loader, then")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--no-stock", action="store_true", help="leave the other vLLM out")
+    cores = "keep both engines to this many CPU cores, those that are fastest now, where slow ones would decide"
+    parser.add_argument("--cores", type=int, metavar="N", help=cores)
     parser.add_argument("--stock", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.stock:
         return serve_stock(options)
+    if options.cores is not None:
+        try:
+            row("cores", ", ".join(map(str, keep_to_fastest(options.cores))))
+        except ValueError as error:
+            parser.error(f"--cores: {error}")
     options.end = None if options.seconds is None else time.perf_counter() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         problems = bench(options, write_config(Path(folder), options))

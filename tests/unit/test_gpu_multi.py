@@ -137,6 +137,7 @@ def check_shapes(called: Called) -> None:
     words = ["--utilization", "0.15", "--tokens", "64", "--rounds", "200", "--seconds", "210"]
     commands = called.of("tools/bench_vllm.py", *words)
     assert [after(command, "--shape") for command in commands] == [["qwen2.5-1.5b"], ["qwen2.5-7b"], ["qwen3-30b-a3b"]]
+    assert [after(command, "--cores") if "--cores" in command else [] for command in commands] == [["2"], [], []]
 
 
 def test_one_gpu_shows_what_needs_no_second(scratch: Path) -> None:
@@ -249,6 +250,12 @@ def test_experts_are_generated_without_graphs_where_graphs_fail(scratch: Path) -
     assert re.search(r"^\| experts-eager \| \d+ \| 0 \| figures of", called.table, re.MULTILINE)
 
 
+@pytest.mark.parametrize("do", ["sleep 60", 'echo "ep=2,dp=2: cut off after 270 s"; exit 1'])
+def test_experts_that_were_cut_off_are_not_tried_again_without_graphs(scratch: Path, do: str) -> None:
+    called = call(scratch, 2, do=f'case "$*" in *bench_step*) {do} ;; esac', PARTS="experts", LIMIT="2", REAL_LIMIT="1")
+    assert called.code == 1 and len(called.of("tools/bench_step.py")) == 1 and "experts-eager" not in called.table
+
+
 def test_ranks_that_share_a_gpu_show_what_does_not_depend_on_it(scratch: Path) -> None:
     called = call(scratch, 1, "2", MEGAPPO_RANKS_PER_GPU="2")
     assert called.code == 0, called.out + called.err
@@ -261,6 +268,7 @@ def test_ranks_that_share_a_gpu_show_what_does_not_depend_on_it(scratch: Path) -
     check_learning(called, 2)
     of_vllm = called.of("tools/bench_step.py", "rollout.engine=vllm", "rollout.gpu_memory_utilization=0.15")
     assert [after(command, "--layouts") for command in of_vllm] == [["tp=2,sequence_parallel=true"], ["ep=2,dp=2"]]
+    assert [after(command, "--steps") for command in of_vllm] == [["10"], ["2"]]
     assert not [command for command in of_vllm if "--flat-mib" in command]  # of the whole GPU, not of a rank
 
 
