@@ -103,14 +103,6 @@ def _replay_problems(config: ExperimentConfig) -> Iterator[Problem]:
         return
     if config.replay.size or config.replay.pairs:
         yield Problem(path, mode, "sequences of section replay come without recorded experts", "off, or no replay")
-    if mode == "old_log_probs":
-        if config.algorithm.rollout_correction.bypass_mode:
-            reason = "algorithm.rollout_correction.bypass_mode leaves out the old log-prob pass, which records"
-            yield Problem(path, mode, reason, "rollout, or off")
-        return
-    if config.rollout.engine == "vllm":
-        reason = "which experts vLLM used is not read from it"
-        yield Problem(path, mode, reason, "old_log_probs, or rollout.engine native")
-    if config.rollout.multi_turn.enable:
-        reason = "the turns of one response are separate requests, each with experts of its own (rollout.multi_turn)"
-        yield Problem(path, mode, reason, "old_log_probs")
+    if mode == "old_log_probs" and config.algorithm.rollout_correction.bypass_mode:
+        reason = "algorithm.rollout_correction.bypass_mode leaves out the old log-prob pass, which records"
+        yield Problem(path, mode, reason, "rollout, or off")

@@ -8,6 +8,7 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from megappo.engines.rollout import (
 )
 from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.environment import process_state_kept
+from megappo.engines.vllm.experts import ExpertStore
 from megappo.engines.vllm.generation import check_sampling, generate
 from megappo.engines.vllm.memory import EngineMemory, require_share, synchronize, used_bytes
 from megappo.engines.vllm.patches import default_group_kept
@@ -37,6 +39,7 @@ from megappo.engines.vllm.start import check_engine, check_experts, start_engine
 from megappo.engines.vllm.transfer import LoadTransfer, WeightTransfer, chosen_way
 from megappo.models.architecture import ModelSpec
 from megappo.models.chunks import unwrapped
+from megappo.models.routing import moe_layers
 from megappo.observe.memory import AbsentBytes
 from megappo.parallel.mesh import Mesh
 
@@ -48,7 +51,8 @@ class VLLMRolloutEngine:
     """`RolloutEngine` on vLLM, beside this rank's stage and shard of a GPTModel, in Megatron's wrappers or not.
 
     `decode` turns token ids into text without special tokens; `eos_ids` end a response. `max_model_len` is the longest
-    sequence where the configuration has none. All ranks of the world make it together, one engine a process at a time.
+    sequence where the configuration has none. With `records_experts` completions of a model with experts have
+    `routed_experts`. All ranks of the world make it together, one engine a process at a time.
     Raises ConfigError where vLLM is missing or can't do what is asked.
     """
 
@@ -67,6 +71,7 @@ class VLLMRolloutEngine:
         weights: Literal["auto", "direct", "load"],
         seed: int,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        records_experts: bool = False,
     ) -> None:
         self._grid = GenerationGrid(mesh.training_grid, config.tensor_model_parallel_size or mesh.tp)
         self._max_model_len = config.max_model_len or max_model_len
@@ -79,11 +84,14 @@ class VLLMRolloutEngine:
         self._has_tokenizer = bool(config.stop) or config.multi_turn.enable
         self._seed_per_request = config.seed_per_request
         self._transfer = self._chosen_transfer(config, spec, mesh, weights, bucket_bytes)
+        moe = spec.shape.moe if records_experts else None
+        self._experts = None if moe is None else ExpertStore(moe_layers(moe, spec.shape.num_layers), moe)
         _log.info("weights go to vLLM %s", self._transfer.description)
         torch.cuda.empty_cache()  # vLLM does so when it starts: what that frees is not the engine's
         require_share(config.gpu_memory_utilization, mesh)
         used_before_start = used_bytes()
-        with process_state_kept(), self._transfer.starting():
+        recording = nullcontext() if self._experts is None else self._experts.starting()
+        with process_state_kept(), self._transfer.starting(), recording:
             self._llm: Any = start_engine(
                 config,
                 spec,
@@ -103,6 +111,8 @@ class VLLMRolloutEngine:
                 level=self._transfer.sleep_level,
                 used_before_start=used_before_start,
             )
+        if self._experts is not None:
+            self._experts.follow(self._llm.llm_engine)
         self._has_turn = False
         self._release_seconds = 0.0
         self.when_copied: Callable[[], None] = lambda: None
@@ -149,6 +159,8 @@ class VLLMRolloutEngine:
                     self.when_copied()
             self._memory.wake_cache()
             was_reset = self._llm.reset_prefix_cache()
+            if self._experts is not None:
+                self._experts.clear()
         assert was_reset, "vLLM still computes something, and its cache can't be emptied"
         self._has_turn = True
         return SyncReport(
@@ -198,6 +210,7 @@ class VLLMRolloutEngine:
                 self._decode,
                 progress,
                 seed_per_request=self._seed_per_request,
+                experts=self._experts,
             )
 
     def release(self) -> None:

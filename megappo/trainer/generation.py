@@ -139,4 +139,5 @@ def _vllm_engine(
         weights=config.hybrid.weights,
         seed=config.trainer.seed,
         bucket_bytes=config.hybrid.bucket_bytes,
+        records_experts=records_experts(config),
     )

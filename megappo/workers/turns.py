@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megappo.config.multi_turn import MultiTurnConfig
@@ -39,12 +41,14 @@ class Dialogue:
     log_probs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
+    experts: Tensor | None = None
 
     def speak(self, completion: Completion) -> None:
         self.token_ids += completion.token_ids
         self.log_probs += completion.log_probs
         self.mask += [True] * len(completion.token_ids)
         self.finish_reason = completion.finish_reason
+        self.experts = joined_experts(self.experts, completion.routed_experts)
 
     def hear(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids
@@ -167,4 +171,14 @@ class TurnTaking:
             self.decode(dialogue.token_ids),
             dialogue.finish_reason,
             None if all(dialogue.mask) else tuple(dialogue.mask),
+            dialogue.experts,
         )
+
+
+def joined_experts(earlier: Tensor | None, later: Tensor | None) -> Tensor | None:
+    """Those of a sequence after a further turn, [its tokens, layers, top_k]: of what `earlier` turns computed, all but
+    their last token, the choices that their log-probs were made with, also where the turn has computed it again."""
+    if earlier is None or later is None:
+        return later
+    known = len(earlier) - 1
+    return torch.cat([earlier[:known], later[known:]])

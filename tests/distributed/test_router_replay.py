@@ -4,9 +4,8 @@ with the rollout's own choices its log-probs are the trainer's, where near-ties 
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from tests.support.near_ties import with_near_ties
 from tests.support.parity import Runs, largest_difference, run_layouts, write_experiment
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -82,17 +81,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for num_ranks, named in ((1, one), (2, two), (4, FOUR_RANKS)):
         metrics |= run_layouts(folder, config, num_ranks, named)
     return Runs(folder, {"actor": actor, "critic": critic}, metrics)
-
-
-def with_near_ties(folder: Path) -> None:
-    """Every expert's row in a router is its neighbour's but for 1e-7 of it, so that rounding chooses between them."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    generator = torch.Generator().manual_seed(0)
-    for name, rows in tensors.items():
-        if name.endswith("mlp.gate.weight"):
-            rows[:] = rows[:1] * (1 + 1e-7 * torch.randn(rows.shape, generator=generator))
-    save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])

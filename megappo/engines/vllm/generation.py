@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -11,6 +11,9 @@ import torch
 from megappo.config.checks_vllm import LEAST_TEMPERATURE
 from megappo.engines.rollout import Completion, GenerationRequest, Progress, SamplingParams
 from megappo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megappo.engines.vllm.experts import ExpertStore
 
 
 def check_sampling(sampling: SamplingParams, has_tokenizer: bool) -> None:
@@ -36,11 +39,13 @@ def generate(
     progress: Progress | None,
     *,
     seed_per_request: bool,
+    experts: "ExpertStore | None" = None,
 ) -> list[Completion]:
     """Completions in the order of the requests, from a vLLM `LLMEngine` without any others.
 
     With `seed_per_request` each has noise of its own, from its key; otherwise the keys together seed the generators of
-    this process, which the caller puts back.
+    this process, which the caller puts back. With `experts`, completions have `routed_experts`, but not those that
+    requests are told of: a replica agrees on them at the end.
     """
     if not seed_per_request and requests:
         keys = [request.noise_key for request in requests]
@@ -64,7 +69,10 @@ def generate(
     finally:
         if len(completions) < len(requests):  # after an error: the next call must not find them
             engine.abort_request(engine_ids, internal=True)
-    return [completions[index] for index in range(len(requests))]
+            if experts is not None:
+                experts.forget()
+    ordered = [completions[index] for index in range(len(requests))]
+    return ordered if experts is None else experts.completed(engine_ids, requests, ordered)
 
 
 def vllm_sampling(sampling: SamplingParams, seed: int | None, eos_ids: Sequence[int]) -> Any:

@@ -1,6 +1,6 @@
 """What is replaced in vLLM (0.20.2 and 0.32.0), and in torch for vLLM. Each fails where its target is gone.
 
-They hold while an engine starts or ends, and are taken back then.
+They hold while an engine starts or ends, and are taken back then; methods of one object, as long as it is there.
 """
 
 import inspect
@@ -17,17 +17,27 @@ Groups = Sequence[Sequence[int]]
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """While inside, `owner.name` is `make(original)`."""
-    if not hasattr(owner, name):
-        raise RuntimeError(
-            f"{getattr(owner, '__name__', owner)}.{name} does not exist in this version of vLLM, so megappo's "
-            "replacement of it would do nothing; use vllm >= 0.20, < 0.33"
-        )
-    original = getattr(owner, name)
+    original = _existing(owner, name)
     setattr(owner, name, make(original))
     try:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def replace_method(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """From now on `owner.name`, of this one object, is `make(original)`."""
+    setattr(owner, name, make(_existing(owner, name)))
+
+
+def _existing(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        whose = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"{whose}.{name} does not exist in this version of vLLM, so megappo's replacement of it would do nothing; "
+            "use vllm >= 0.20, < 0.33"
+        )
+    return getattr(owner, name)
 
 
 @contextmanager
