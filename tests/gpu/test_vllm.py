@@ -3,6 +3,7 @@
 `make test-gpu` on a machine with vLLM in the same environment; where there is none, or no GPU, these skip.
 """
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from megappo.config.hybrid import default_check_limit
 from megappo.config.shared_gpus import ranks_per_gpu
 from tests.support.gpus import num_gpu_ranks
+from tests.support.near_ties import BFLOAT16, with_near_ties
 from tests.support.ranks import run_ranks
 from tests.support.runs import metrics, succeed, write_run_experiment
 from tests.support.tiny_models import FamilyName, tiny_model, tiny_tokenizer
@@ -165,3 +167,32 @@ def test_experts_trained_at_ep_2_generate_at_ep_2(
             assert report["bytes_received"] == report["bytes_sent"] == 0
             assert switch["worst tensor"] is None
     assert ranks[1]["spoiled"].startswith("model.layers.1.self_attn.qkv_proj.weight (off by ")
+
+
+def test_replay_takes_over_what_vllm_chose_in_graphs(tmp_path: Path) -> None:
+    """Of eight experts between which bfloat16 chooses; what is left with replay is the rounding of everything else."""
+    experiment = write_run_experiment(tmp_path)
+    experts = {"num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    model = with_near_ties(make_model(tmp_path / "ties", "qwen3_moe", **experts), BFLOAT16)
+    settings = [f"model.path={model}", "model.dtype=bfloat16", "layout.dp=1", "rollout.engine=vllm", "rollout.n=4"]
+    settings += ["rollout.gpu_memory_utilization=0.15", "rollout.max_num_seqs=8", "data.max_response_length=40"]
+    settings += ["rollout.ignore_eos=true", "algorithm.adv_estimator=grpo", "actor.use_kl_loss=false"]
+    settings += ["algorithm.use_kl_in_reward=false", "hybrid.check_limit=9", "actor.optim.lr=1e-4"]
+    named = {
+        mode: {"overrides": [*settings, f"actor.router_replay={mode}"], "blocks": None} for mode in ("off", "rollout")
+    }
+    (tmp_path / "runs.json").write_text(json.dumps(named))
+    arguments = ("--config", experiment, "--folder", tmp_path, "--runs", tmp_path / "runs.json")
+    found = {}
+    for mode, ranks in run_ranks(
+        "tests.vllm.programs.experts", *arguments, nproc=1, timeout=900, torchrun=True
+    ).items():
+        (rank,) = ranks
+        assert rank["graphs"], "vLLM captured no CUDA graphs"
+        pairs = [pair for row in rank["rows"] for pair in zip(row["rollout"], row["old"], strict=True)]
+        found[mode] = sum(abs(engine - trainer) for engine, trainer in pairs) / len(pairs)
+        if mode == "rollout":
+            assert rank["rollout"]["rollout/router_changed"] > 0.05
+    print(found)
+    assert found["rollout"] <= BF16
+    assert found["rollout"] < found["off"] / 3

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-FLOAT32 = 1e-7
-"""Of a router's weights; experts differ by that much where float32 decides between them."""
+FLOAT32, BFLOAT16 = 1e-7, 2**-8
+"""Of a router's weights; experts differ by that much where rounding of this type decides between them."""
 
 
 def with_near_ties(folder: Path, size: float = FLOAT32) -> Path:

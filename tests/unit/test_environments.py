@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megappo.config.multi_turn import MultiTurnConfig
 from megappo.data.replies import ReplyEncoder
@@ -301,3 +302,36 @@ def test_turns_masks_limits_and_noise(tmp_path: Path) -> None:
     batch = ExperienceBatch.from_samples(samples[:2])
     assert batch.response_mask.tolist() == [False, True, False, False, True, False, False, True, False, True]
     assert batch.rollout_log_probs.tolist() == [0, -1, 0, 0, -1, 0, 0, -1, 0, -1]
+
+
+class Routed(Script):
+    """Records 100 · (turn + 1) + place for each token that a turn computes, all but its last one."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, progress: Progress | None = None
+    ) -> list[Completion]:
+        completions = super().generate(requests, sampling, progress)
+        return [
+            dataclasses.replace(each, routed_experts=self._record(len(request.prompt_ids) + len(each.token_ids)))
+            for request, each in zip(requests, completions, strict=True)
+        ]
+
+    def _record(self, length: int) -> torch.Tensor:
+        record = 100 * len(self.asked) + torch.arange(length, dtype=torch.int16)
+        record[-1] = -1
+        return record[:, None, None]
+
+
+def test_a_token_keeps_the_experts_of_the_turn_that_computed_it_first(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    config = MultiTurnConfig(enable=True, environment="a:B", max_turns=3, max_tokens_per_turn=5)
+    turns = TurnTaking(config, Doubles, ReplyEncoder(tokenizer), tokenizer.decode, ReplicaRanks(0, 0, None))
+    script = Routed([["38", "z"], ["4"], ["5"]], {})
+    dialogues = [turns.dialogue(PROMPT, lambda turn: turn) for _ in range(2)]
+    first, second = turns.generate(script, dialogues, SamplingParams(max_tokens=12))  # type: ignore[arg-type]
+    # `q38` and its reply `3838`, `4` and `44`, `5`: a turn's last token is computed in the next one.
+    assert first.text == "383838" + "444" + "5" and second.text == "z"
+    assert first.routed_experts is not None and second.routed_experts is not None
+    expected = [100, 101, 202, 203, 204, 205, 206, 307, 308, 309, -1]
+    assert first.routed_experts.flatten().tolist() == expected
+    assert second.routed_experts.flatten().tolist() == [100, -1]

@@ -32,8 +32,6 @@ def found(folder: Path, *overrides: str, **model: object) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([REPLAY, "rollout.engine=vllm"], "actor.router_replay: rollout: which experts vLLM used is not read from it; old_log_probs, or rollout.engine native"),
-        ([REPLAY, "rollout.multi_turn.enable=true"], "separate requests"),
         ([REPLAY, "replay.size=8"], "without recorded experts"),
         ([REPLAY, "trainer.kind=sft"], "trainer.kind sft has none"),
         (["actor.router_replay=old_log_probs", "algorithm.rollout_correction.bypass_mode=true"], "leaves out the old log-prob pass"),
@@ -60,6 +58,8 @@ def test_what_is_allowed(tmp_path: Path) -> None:
         found(tmp_path, REPLAY, GATHER, "layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", **EXPERTS) == []
     )
     assert found(tmp_path, REPLAY, "algorithm.rollout_correction.bypass_mode=true", **EXPERTS) == []
+    for engine in ("native", "vllm"):
+        assert found(tmp_path, REPLAY, f"rollout.engine={engine}", "rollout.multi_turn.enable=true", **EXPERTS) == []
 
 
 def test_a_critic_with_experts_beside_a_dense_actor(tmp_path: Path) -> None:

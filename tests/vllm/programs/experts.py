@@ -113,6 +113,7 @@ def rollout(trainer: PPOTrainer, world_size: int) -> dict[str, Any]:
         "rows": rows,
         "update": update,
         "rollout": trainer.actor.rollout_metrics(),
+        "graphs": engine._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name != "NONE",
         "cached": seen.cached,
         "preempted": seen.preempted,
         "largest step": max(seen.steps),
