@@ -89,7 +89,7 @@ class Engine:
     """A store with a cache of eight blocks of four slots, and the scheduler that it follows."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(experts, "_of_first_rank", lambda rows: rows)
+        monkeypatch.setattr(experts, "_of_first_rank", lambda rows, device: rows)
         self.store = ExpertStore(LAYERS, MOE)
         self.table = ExpertTable(len(LAYERS), 8 * BLOCK, MOE, CPU)
         self.store._table, self.store._block_size = self.table, BLOCK

@@ -20,6 +20,7 @@ class ExpertTable:
 
     def __init__(self, num_layers: int, num_slots: int, moe: MoeShape, device: torch.device) -> None:
         dtype = table_dtype(moe)
+        self.device = device
         self.nothing = 255 if dtype == torch.uint8 else -1
         with torch.inference_mode(False):  # a tensor of that mode could not be written outside of it
             self._experts = torch.empty(num_layers, num_slots + 1, moe.top_k, dtype=dtype, device=device)
@@ -38,9 +39,8 @@ class ExpertTable:
 
     def read(self, slots: Tensor) -> Rows:
         """The rows of `slots` [tokens] int64, on the CPU. From a GPU they may arrive later: `synchronize` waits."""
-        device = self._experts.device
-        if device.type == "cuda":
-            slots = slots.pin_memory().to(device, non_blocking=True)
+        if self.device.type == "cuda":
+            slots = slots.pin_memory().to(self.device, non_blocking=True)
         rows = self._experts.index_select(1, slots).transpose(0, 1).contiguous()
         return rows.to("cpu", non_blocking=True)
 

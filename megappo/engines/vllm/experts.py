@@ -133,7 +133,7 @@ class ExpertStore:
             length = len(request.prompt_ids) + len(completion.token_ids) - 1
             rows = torch.cat(self._kept.pop(engine_id))[:length]
             assert len(rows) == length, f"{len(rows)} of {length} computed tokens of a request have left their experts"
-            rows = _of_first_rank(rows)
+            rows = _of_first_rank(rows, self._table.device)
             if bool((rows == self._table.nothing).any()):
                 raise RuntimeError("vLLM computes experts in a kernel that chooses them too; set router_replay to off")
             experts = torch.full((length + 1, *rows.shape[1:]), NO_EXPERT, dtype=EXPERT_DTYPE)
@@ -155,13 +155,13 @@ def _writer(table: ExpertTable, layer: int) -> Callable[[Tensor], None]:
     return write
 
 
-def _of_first_rank(rows: Rows) -> Rows:
+def _of_first_rank(rows: Rows, device: torch.device) -> Rows:
     """All ranks of a replica choose for all its tokens, and alike; what is trained on has to be the same for sure."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
         return rows
-    sent = rows.to(group.device).contiguous().view(torch.uint8)  # no backend sends int16
+    sent = rows.to(device).contiguous().view(torch.uint8)  # no backend sends int16
     dist.broadcast(sent, group.ranks[0], group.device_group)
     return sent.view(rows.dtype).cpu()
