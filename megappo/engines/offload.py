@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megappo.engines.host_slabs import HostSlabs, Place, pageable_slab, pinned_slab
+
 Kind = Literal["params", "grads", "optimizer"]
 Tensors = Callable[[], Iterable[Tensor]]
 """The tensors of one kind that exist at the moment."""
@@ -98,6 +100,11 @@ class RoleMemory:
         """Bytes of what is out."""
         return sum(movable.host_bytes for movable in self._movable.values())
 
+    @property
+    def host_reserved_bytes(self) -> int:
+        """Bytes of host memory that are held for it, pinned on a GPU, also while it is not out."""
+        return sum(movable.host_reserved_bytes for movable in self._movable.values())
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -125,7 +132,11 @@ class Memory:
             return {}
         kinds: tuple[Kind, ...] = ("params", "grads", "optimizer")
         held = {f"memory/{phase}/{kind}": float(sum(role.device_bytes(kind) for role in self.roles)) for kind in kinds}
-        return held | {f"memory/{phase}/host": float(sum(role.host_bytes for role in self.roles))}
+        host = {
+            f"memory/{phase}/host": float(sum(role.host_bytes for role in self.roles)),
+            f"memory/{phase}/host_reserved": float(sum(role.host_reserved_bytes for role in self.roles)),
+        }
+        return held | host
 
 
 NO_MEMORY = Memory()
@@ -133,11 +144,11 @@ NO_MEMORY = Memory()
 
 @dataclass(frozen=True)
 class Slot:
-    """A storage that is out: its size, and its bytes in host memory where they are kept."""
+    """A storage that is out: its size, and the place of its bytes in host memory, empty where they are not kept."""
 
     storage: torch.UntypedStorage
     size: int
-    host: Tensor | None
+    place: Place
 
 
 class Movable:
@@ -147,7 +158,8 @@ class Movable:
         self._tensors = tensors
         self._stream = stream
         self._keeps = keeps
-        self._slots: dict[int, Slot] = {}
+        self._host = HostSlabs(pinned_slab if stream.is_cuda else pageable_slab)
+        self._slots: list[Slot] = []
         self.is_out = False
 
     def out(self) -> bool:
@@ -155,15 +167,15 @@ class Movable:
         if self.is_out:
             return False
         # An optimizer has its state after the first step, and another one after a checkpoint was loaded.
-        old, self._slots = self._slots, {}
+        storages = list(storages_of(self._tensors()).values())
+        sizes = [storage.nbytes() for storage in storages]
+        places = self._host.places(sizes) if self._keeps else [()] * len(sizes)
+        self._slots = [Slot(*one) for one in zip(storages, sizes, places, strict=True)]
         with self._stream.behind():
-            for key, storage in storages_of(self._tensors()).items():
-                size = storage.nbytes()
-                host = self._host_buffer(old.get(key), size)
-                if host is not None:
-                    self._stream.copy(host, whole(storage))
-                self._slots[key] = Slot(storage, size, host)
-        for slot in self._slots.values():
+            for slot in self._slots:
+                for here, there in pieces(slot):
+                    self._stream.copy(there, here)
+        for slot in self._slots:
             slot.storage.resize_(0)
         self.is_out = True
         return True
@@ -173,12 +185,13 @@ class Movable:
         if not self.is_out:
             return
         # Memory comes from the stream that computes, which will be the one that frees it.
-        for slot in self._slots.values():
+        for slot in self._slots:
             slot.storage.resize_(slot.size)
         with self._stream.behind():
-            for slot in self._slots.values():
-                if slot.host is not None:
-                    self._stream.copy(whole(slot.storage), slot.host)
+            for slot in self._slots:
+                for here, there in pieces(slot):
+                    self._stream.copy(here, there)
+        self._slots = []
         self.is_out = False
 
     def wait(self) -> None:
@@ -187,15 +200,11 @@ class Movable:
 
     @property
     def host_bytes(self) -> int:
-        return sum(slot.host.nbytes for slot in self._slots.values() if slot.host is not None) if self.is_out else 0
+        return sum(piece.nbytes for slot in self._slots for piece in slot.place)
 
-    def _host_buffer(self, before: Slot | None, size: int) -> Tensor | None:
-        """The buffer of the time before: pinned memory takes long to get."""
-        if not self._keeps:
-            return None
-        if before is not None and before.host is not None and before.size == size:
-            return before.host
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream.is_cuda)
+    @property
+    def host_reserved_bytes(self) -> int:
+        return self._host.num_bytes
 
 
 class SideStream:
@@ -235,6 +244,12 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 def whole(storage: torch.UntypedStorage) -> Tensor:
     """[bytes] uint8: a view of all of it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def pieces(slot: Slot) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of a storage that is here, each beside the piece of its place, both [bytes] uint8."""
+    if slot.place:
+        yield from zip(whole(slot.storage).split([piece.nbytes for piece in slot.place]), slot.place, strict=True)
 
 
 def no_memory() -> RoleMemory:

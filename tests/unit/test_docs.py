@@ -259,7 +259,7 @@ def test_the_metrics_of_the_page_are_those_of_the_code() -> None:
     special = {name for name in told if "<" in name}
     assert told - special == metrics_of_the_code()
     parts = {"reward/parts/<name>", "reward/sets/<name>"}
-    parts |= {f"memory/<phase>/{kind}" for kind in ("params", "grads", "optimizer", "host", "peak")}
+    parts |= {f"memory/<phase>/{kind}" for kind in ("params", "grads", "optimizer", "host", "host_reserved", "peak")}
     assert parts < special
     files = (ROOT / "megappo" / "trainer" / name for name in ("evaluate.py", "pair_evaluation.py"))
     evaluation = "".join(file.read_text() for file in files)
