@@ -1,5 +1,7 @@
 """This rank's adapters → a folder in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
+Tensor by tensor: the rank that has gathered the shards of one sends it to the world's first rank, which writes it into
+the file. No rank holds more than the tensors of a layer that are not yet whole, and one that is on its way.
 The whole model with the adapters in it is written by `export_hf.py`.
 """
 
@@ -7,13 +9,14 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import json
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
@@ -27,11 +30,12 @@ from megappo.models.adapter_map import (
 )
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
-from megappo.models.export_hf import agreed_head, gathered, prepare_folder
+from megappo.models.export_hf import agreed_head, gathered, is_gathered_here, prepare_folder
 from megappo.models.hf_folder import ADAPTER_WEIGHTS, copy_companions
 from megappo.models.stage_parameters import stage_parameters
-from megappo.models.weight_map import Head, Rule, WeightMap
-from megappo.parallel.collectives import gather_objects
+from megappo.models.tensor_file import TensorFile, as_bytes
+from megappo.models.weight_map import Head, Rule, Shape, WeightMap
+from megappo.parallel.collectives import gather_objects_at
 from megappo.parallel.mesh import Mesh
 
 CONFIG = "adapter_config.json"
@@ -53,27 +57,105 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
     base = spec.family.weight_map(spec.shape, head)
     targets = adapter_targets(base, lora.target_modules)
     weight_map = adapter_map(base, targets, lora, head)
-    merge = Merge(model)
-    mine: dict[str, Tensor] = {}
-    for parameter in stage_parameters(model, weight_map, is_partial=True):
-        put_rows(mine, parameter.rule, gathered(parameter, mesh, merge), weight_map)
-    # Adapters are small: the writer takes them all.
-    parts = gather_objects(mine, mesh.world_group)
+    plan = gather_objects_at(0, planned_tensors(model, weight_map, mesh), mesh.world_group)
+    turns = _completed_tensors(model, weight_map, mesh)
     if mesh.is_writer:
-        tensors = {name: tensor for part in parts for name, tensor in part.items()}
-        assert set(tensors) == set(weight_map.tensors), "an export writes every tensor of the adapters, once"
-        dtype = next(iter(tensors.values())).dtype
         missing = missing_expert_tensors(base, weight_map, lora.rank)
-        tensors |= {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
-        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        _write(partial / ADAPTER_WEIGHTS, list(chain.from_iterable(plan)), turns, weight_map, missing, mesh)
         copy_companions(spec.folder, partial)
         (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base
         (partial / CONFIG).write_text(json.dumps(peft_config(spec, lora, targets, head), indent=2) + "\n")
         if out.exists():
             out.rmdir()
         partial.rename(out)
+    else:
+        for tensor in chain.from_iterable(tensors.values() for tensors in turns):
+            dist.send(as_bytes(tensor), group=mesh.world_group, group_dst=0)
     if mesh.world_size > 1:
         dist.barrier()
+
+
+class Planned(NamedTuple):
+    """A tensor of the file, and the `turn` in which rank `sender` has all of it: the place of a parameter in the order
+    of the stage, which is the same on all ranks of a stage."""
+
+    turn: int
+    sender: int
+    name: str
+    dtype: torch.dtype
+
+
+def planned_tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> list[Planned]:
+    """The tensors that `_completed_tensors` gives on this rank, without communication."""
+    plan = []
+    rows = RowsLeft(weight_map)
+    for turn, parameter in enumerate(stage_parameters(model, weight_map, is_partial=True)):
+        if is_gathered_here(parameter, mesh):
+            plan += [Planned(turn, mesh.rank, name, parameter.tensor.dtype) for name in rows.completed(parameter.rule)]
+    return plan
+
+
+def _completed_tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    """For each parameter of the stage the tensors on the CPU that it completes on this rank, often none. All ranks of
+    the stage go through it together."""
+    merge, rows = Merge(model), RowsLeft(weight_map)
+    begun: dict[str, Tensor] = {}
+    for parameter in stage_parameters(model, weight_map, is_partial=True):
+        shards = gathered(parameter, mesh, merge)
+        put_rows(begun, parameter.rule, shards, weight_map)
+        yield {name: begun.pop(name) for name in rows.completed(parameter.rule)} if shards else {}
+    assert not begun, f"rows of {', '.join(begun)} are in no parameter"
+
+
+class RowsLeft:
+    """Counts the rows (or columns) that each tensor lacks: one may be in several parameters."""
+
+    def __init__(self, weight_map: WeightMap) -> None:
+        self._shapes = weight_map.tensors
+        self._left: dict[str, int] = {}
+
+    def completed(self, rule: Rule) -> list[str]:
+        """The tensors that are whole once a parameter with this rule was added."""
+        for segment in (segment for block in rule.blocks for segment in block if segment.source is not None):
+            assert segment.source is not None
+            left = self._left.setdefault(segment.source, self._shapes[segment.source][rule.axis or 0])
+            self._left[segment.source] = left - segment.length
+        return [name for name in rule.sources if self._left[name] == 0]
+
+
+def _write(
+    path: Path,
+    plan: Sequence[Planned],
+    turns: Iterator[dict[str, Tensor]],
+    weight_map: WeightMap,
+    missing: Mapping[str, Shape],
+    mesh: Mesh,
+) -> None:
+    """The file, of what this rank completes in its `turns` and of what the others send; zeros for what is `missing`.
+
+    In the order of turns: a rank that waits until its tensor is taken keeps nobody from gathering what is taken before.
+    """
+    assert sorted(each.name for each in plan) == sorted(weight_map.tensors), (
+        "an export writes every tensor of the adapters, once"
+    )
+    tensors = {each.name: (each.dtype, weight_map.tensors[each.name]) for each in plan}
+    tensors |= {name: (plan[0].dtype, shape) for name, shape in missing.items()}
+    coming = deque(sorted(plan, key=lambda each: (each.turn, each.sender)))  # in one turn as it is sent
+    with TensorFile(path, tensors) as file:
+        for turn in count():
+            own = next(turns, None)  # a stage may have more parameters than another one
+            here = own or {}
+            while coming and coming[0].turn == turn:
+                name, sender = coming[0].name, coming.popleft().sender
+                file.put(name, here[name] if sender == mesh.rank else _received(*tensors[name], sender, mesh))
+            if own is None and not coming:
+                return
+
+
+def _received(dtype: torch.dtype, shape: Shape, sender: int, mesh: Mesh) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    dist.recv(as_bytes(tensor), group=mesh.world_group, group_src=sender)
+    return tensor
 
 
 def put_rows(tensors: dict[str, Tensor], rule: Rule, shards: Sequence[Tensor], weight_map: WeightMap) -> None:

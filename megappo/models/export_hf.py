@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megappo.errors import DataError
 from megappo.models.architecture import ModelSpec
@@ -102,10 +103,7 @@ def _tensors(model: nn.Module, weight_map: WeightMap, mesh: Mesh) -> Iterator[tu
 
 def gathered(parameter: StageParameter, mesh: Mesh, merge: Merge) -> list[Tensor]:
     """The shards of all (expert) TP ranks on the first of them (one where each holds the whole); empty elsewhere."""
-    if parameter.expert is None:
-        copy, group = mesh.copy_rank, mesh.tp_group
-    else:
-        copy, group = mesh.expert_dp_rank, mesh.etp_group
+    copy, group = _copy_and_group(parameter, mesh)
     if copy != 0:
         return []
     if parameter.rule.axis is None or group.size() == 1:
@@ -115,6 +113,19 @@ def gathered(parameter: StageParameter, mesh: Mesh, merge: Merge) -> list[Tensor
     shards = [torch.empty_like(shard) for _ in range(group.size())] if group.rank() == 0 else []
     dist.gather(shard, shards or None, group=group, group_dst=0)
     return shards
+
+
+def is_gathered_here(parameter: StageParameter, mesh: Mesh) -> bool:
+    """Whether this rank is the one that `gathered` gives the shards."""
+    copy, group = _copy_and_group(parameter, mesh)
+    return copy == 0 and group.rank() == 0
+
+
+def _copy_and_group(parameter: StageParameter, mesh: Mesh) -> tuple[int, ProcessGroup]:
+    """Which copy of the parameter this rank holds a shard of, and the ranks that hold the other shards of it."""
+    if parameter.expert is None:
+        return mesh.copy_rank, mesh.tp_group
+    return mesh.expert_dp_rank, mesh.etp_group
 
 
 def assembled(

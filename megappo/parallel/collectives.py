@@ -77,6 +77,15 @@ def gather_objects(value: T, group: ProcessGroup) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def gather_objects_at(target: int, value: T, group: ProcessGroup) -> list[T]:
+    """The objects of all ranks of the group, in the group's order, on its rank `target`; an empty list elsewhere."""
+    if group.size() == 1:
+        return [value]
+    gathered: list[T | None] = [None] * group.size() if group.rank() == target else []
+    dist.gather_object(value, gathered or None, group=group, group_dst=target)
+    return gathered  # type: ignore[return-value]
+
+
 def any_rank(flag: bool, mesh: Mesh) -> bool:
     """Whether `flag` is set on any rank of the world: the same answer on every rank, so that all take one branch."""
     if mesh.world_size == 1:
