@@ -66,7 +66,7 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *vllm_problems(config),
         *expert_problems(config),
         *memory_problems(config),
-        *fsdp_problems(config, data_parallel_size(config, world_size)),
+        *fsdp_problems(config),
         *optim_problems(config),
         *lora_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),

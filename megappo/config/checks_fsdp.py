@@ -11,14 +11,14 @@ from megappo.config.offload import RefOffloadConfig
 from megappo.config.problem import Problem, Severity, typed
 
 
-def fsdp_problems(config: ExperimentConfig, dp: int | None) -> list[Problem]:
-    """Every error and warning about `….fsdp`; `dp` is the data-parallel size where it is known."""
+def fsdp_problems(config: ExperimentConfig) -> list[Problem]:
+    """Every error and warning about `….fsdp`."""
     roles = list(_roles(config))
     problems = [problem for role in roles for problem in _unused_problems(*role)]
     for name, fsdp, offload, folder, missing in roles:
         if fsdp.enable and missing is None:
             problems += _role_problems(config, f"{name}.fsdp.enable", name, offload)
-            problems += _size_problems(f"{name}.fsdp.enable", folder, dp)
+            problems += _expert_problems(f"{name}.fsdp.enable", folder)
     if config.actor.fsdp.enable:
         problems += _generation_problems(config)
     return problems
@@ -77,7 +77,7 @@ def _adapters(config: ExperimentConfig, name: str) -> tuple[str, LoraConfig | No
     return ("critic.lora", config.critic.lora) if name == "critic" else ("model.lora", config.model.lora)
 
 
-def _size_problems(path: str, folder: str, dp: int | None) -> list[Problem]:
+def _expert_problems(path: str, folder: str) -> list[Problem]:
     try:
         facts = read_model_facts(folder)
     except ModelFolderError:
@@ -85,9 +85,6 @@ def _size_problems(path: str, folder: str, dp: int | None) -> list[Problem]:
     if facts.num_experts is not None:
         reason = f"models with experts are not cut, and {folder} has {facts.num_experts} of them a layer"
         return [Problem(path, "true", reason, "leave it out; layout.ep shares the experts over data-parallel ranks")]
-    if dp is not None and facts.hidden_size is not None and facts.hidden_size % dp:
-        reason = f"{dp} data-parallel ranks can't have equal parts of the hidden size {facts.hidden_size} of {folder}"
-        return [Problem(path, "true", reason, "choose layout.dp so that it divides the hidden size")]
     return []
 
 

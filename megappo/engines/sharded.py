@@ -20,7 +20,8 @@ class ShardedModel(nn.Module):
     """Stands around a cut model as Megatron's DDP does around a whole one, for schedules and optimizer.
 
     Its parameters are this rank's parts, plain tensors with a `main_grad` each: Megatron's optimizer, its groups, its
-    norm and its reductions over TP ranks see a model of which this rank has a shard.
+    norm and its reductions over TP ranks see a model of which this rank has a shard. What other ranks hold all of is
+    not among them: fused kernels over lists of tensors take no empty ones.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -37,7 +38,7 @@ class ShardedModel(nn.Module):
         return output
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._shards.parameters.items()
+        yield from ((name, part.local) for name, part in self._shards.parts.items() if not part.is_empty)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

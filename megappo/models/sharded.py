@@ -1,8 +1,9 @@
 """A model whose parameters are cut over the data-parallel ranks (ZeRO-3) by torch's `fully_shard`.
 
 Megatron's modules stay as they are: with tensor parallelism they hold plain tensors, this rank's TP shards, and each of
-these is cut once more, evenly along one axis, over the ranks of the data-parallel group. Gradients and the optimizer
-are in `engines/sharded.py`.
+these is cut once more, along one axis, over the ranks of the data-parallel group: evenly where they divide one, else
+by rows, of which the last ranks then have fewer, or none. Gradients and the optimizer are in `engines/sharded.py`, what
+a checkpoint holds of a part in `part_state.py`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,16 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from megappo.config.fsdp import FsdpConfig, RefFsdpConfig
-from megappo.errors import ConfigError
+from megappo.models.part_state import part_state
 from megappo.parallel.mesh import Mesh
 
 # Nothing here changes logits in place, which is what torch 2.13 warns of whenever they are a view.
@@ -34,23 +32,31 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 @dataclass(frozen=True)
 class Part:
     """One parameter's part on this rank: where the parameter is, the DTensor in its place, and `local`, the same memory
-    as a plain parameter with Megatron's marks. `axis` is the axis that is cut."""
+    as a plain parameter with Megatron's marks. `shape` is that of the TP rank's shard; along `axis` it is cut, and the
+    part begins at `start`."""
 
     module: nn.Module
     name: str
     distributed: nn.Parameter
     local: nn.Parameter
+    shape: torch.Size
     axis: int
+    start: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether other ranks have all of it."""
+        return self.local.numel() == 0
 
 
 class Shards:
     """This rank's parts of the parameters of `model`, which are cut when it is made. A collective call.
 
     Each layer is gathered when it runs; embedding, last norm and output layer together for the whole pass. `dtype` is
-    that of the computation; parts that are trained are float32. Raises ConfigError where a parameter can't be cut.
+    that of the computation; parts that are trained are float32.
     """
 
-    def __init__(self, model: GPTModel, mesh: Mesh, config: RefFsdpConfig, setting: str) -> None:
+    def __init__(self, model: GPTModel, mesh: Mesh, config: RefFsdpConfig) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # here: only cut models need these
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -63,7 +69,7 @@ class Shards:
         _without_fused_gradients(model)
         marks = {name: vars(parameter).copy() for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
-            parameter.cut_axis = _axis(name, parameter, mesh.dp, setting)
+            parameter.cut_axis = _axis(name, parameter, mesh.dp)
         is_trained = any(parameter.requires_grad for parameter in model.parameters())
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(mesh.dp_group, mesh.device.type),
@@ -85,7 +91,7 @@ class Shards:
             layers: list[Any] = list(model.decoder.layers)
             for layer, following in pairwise(layers):
                 layer.set_modules_to_forward_prefetch([following])
-        self.parts = {name: _part(model, name, marks[name]) for name, _ in model.named_parameters()}
+        self.parts = {name: _part(model, name, marks[name], mesh) for name, _ in model.named_parameters()}
         model.shards = self
 
     @property
@@ -127,62 +133,48 @@ class Shards:
         for unit in self._units:
             unit.set_requires_gradient_sync(is_set, recurse=False)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While inside, the modules hold this rank's parts as plain parameters, for what reads them, not runs them."""
-        assert not self._is_gathered, "parts are read while the parameters are not whole"
-        self.rest()
-        for part in self.parts.values():
-            part.module._parameters[part.name] = part.local
-        try:
-            yield
-        finally:
-            for part in self.parts.values():
-                part.module._parameters[part.name] = part.distributed
-
     def sharded_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Megatron's sharded tensors of the model, each the part of this rank."""
-        with self.in_place():
+        """Megatron's sharded tensors of the model, each the part of this rank; none of what other ranks have all of."""
+        with self._in_place() as parts:
             state: dict[str, Any] = self.model.sharded_state_dict(metadata=metadata)
-        axes = {id(part.local): part.axis for part in self.parts.values()}
-        return {key: self._cut(entry, axes.get(id(getattr(entry, "data", None)))) for key, entry in state.items()}
+        found = {}
+        for key, entry in state.items():
+            part = parts.get(id(getattr(entry, "data", None)))
+            if part is None:
+                found[key] = entry
+            elif not part.is_empty:
+                found[key] = part_state(entry, part.local, part.axis, part.start)
+        return found
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
         """Fills the parts from a loaded `sharded_state`."""
-        missing = sorted(set(self.parts) - set(state))
+        own = {name: part.local for name, part in self.parts.items() if not part.is_empty}
+        missing = sorted(set(own) - set(state))
         assert not missing, f"the checkpoint holds no {missing[0]}"
-        for name, part in self.parts.items():
-            part.local.copy_(state[name])
+        for name, local in own.items():
+            local.copy_(state[name])
 
     @property
     def _layers(self) -> list[Any]:
         return list(self.model.decoder.layers)
 
-    def _cut(self, entry: Any, axis: int | None) -> Any:
-        """A sharded tensor that Megatron has made of a part as if it were the TP rank's shard, as what it is."""
-        if axis is None:
-            return entry
-        if isinstance(entry, ShardedTensorFactory):
-            build = entry.build_fn
-            return replace(
-                entry,
-                build_fn=lambda *given: dict_list_map_inplace(lambda tensor: self._cut(tensor, axis), build(*given)),
-            )
-        assert isinstance(entry, ShardedTensor), f"a checkpoint has no way to hold a part of {entry}"
-        place, dp, dp_rank = axis + entry.prepend_axis_num, self.mesh.dp, self.mesh.dp_rank
-        shape, offset = list(entry.global_shape), list(entry.global_offset)
-        fragments = list(entry.axis_fragmentations)
-        shape[place] *= dp
-        fragments[place] *= dp
-        offset[place] = offset[place] * dp + dp_rank * entry.local_shape[axis]
-        return replace(
-            entry,
-            global_shape=tuple(shape),
-            global_offset=tuple(offset),
-            axis_fragmentations=tuple(fragments),
-            replica_id=(*entry.replica_id[:-1], 0),  # of data-parallel ranks, none has what another one has
-        )
+    @contextmanager
+    def _in_place(self) -> Iterator[dict[int, Part]]:
+        """While inside, the modules hold parameters of the shapes of the TP rank's shards that have no memory, for what
+        describes them; yields the parts by the ids of these."""
+        assert not self._is_gathered, "parts are read while the parameters are not whole"
+        self.rest()
+        parts = {}
+        for part in self.parts.values():
+            whole = nn.Parameter(torch.empty(part.shape, dtype=part.local.dtype, device="meta"))
+            part.module._parameters[part.name] = whole
+            parts[id(whole)] = part
+        try:
+            yield parts
+        finally:
+            for part in self.parts.values():
+                part.module._parameters[part.name] = part.distributed
 
 
 def shards_of(model: nn.Module) -> Shards | None:
@@ -205,21 +197,15 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
         shards.release()
 
 
-def _axis(name: str, parameter: nn.Parameter, dp: int, setting: str) -> int:
-    """The first axis that `dp` divides: parts are then alike, and a checkpoint's grid is regular.
+def _axis(name: str, parameter: nn.Parameter, dp: int) -> int:
+    """The first axis that `dp` divides, for parts that are alike. Where there is none, rows: torch (2.13) has parts of
+    other lengths along the first axis alone.
 
-    Of a gated feed-forward the rows of both matrices lie one above the other, and checkpoints take them apart: it is
-    cut along its columns.
+    Of a gated feed-forward the rows of both matrices lie one above the other: along its columns, a part has its share
+    of either.
     """
     axes = [1] if name.endswith("mlp.linear_fc1.weight") else range(parameter.dim())
-    for axis in axes:
-        if parameter.shape[axis] % dp == 0:
-            return axis
-    raise ConfigError(
-        f"{setting}: true cuts every parameter evenly over {dp} data-parallel ranks, and {name} has shape "
-        f"{list(parameter.shape)}; choose layout.dp so that it divides the hidden size, or set {setting} to false and "
-        "optim.use_distributed_optimizer to true"
-    )
+    return next((axis for axis in axes if parameter.shape[axis] % dp == 0), 0)
 
 
 def _without_fused_gradients(model: GPTModel) -> None:
@@ -250,7 +236,7 @@ def _to_float32(unit: nn.Module) -> None:
             module._parameters[name] = wide
 
 
-def _part(model: nn.Module, path: str, marks: dict[str, Any]) -> Part:
+def _part(model: nn.Module, path: str, marks: dict[str, Any], mesh: Mesh) -> Part:
     owner, _, name = path.rpartition(".")
     module = model.get_submodule(owner)
     distributed: Any = module._parameters[name]
@@ -258,4 +244,6 @@ def _part(model: nn.Module, path: str, marks: dict[str, Any]) -> Part:
     for parameter in (distributed, local):
         for mark, value in marks.items():
             setattr(parameter, mark, value)
-    return Part(module, name, distributed, local, distributed.placements[0].dim)
+    axis, shape = distributed.placements[0].dim, distributed.shape
+    start = min(mesh.dp_rank * -(-shape[axis] // mesh.dp), shape[axis])  # each has as many, rounded up, while there are
+    return Part(module, name, distributed, local, shape, axis, start)

@@ -83,7 +83,7 @@ class RoleBuilder:
             return BaseEngine(actor.model, self.mesh, actor.engine.memory)
         model = self._model(self.config.ref.path or self.config.model.path, "lm").requires_grad_(False)
         if self.config.ref.fsdp.enable:
-            shards = Shards(model, self.mesh, self.config.ref.fsdp, "ref.fsdp.enable")
+            shards = Shards(model, self.mesh, self.config.ref.fsdp)
             shared = ShardedMemory(shards, {})
             self._memories.append(shared)
             return ModelEngine(ShardedModel(shards), self.mesh, shared)
@@ -102,11 +102,10 @@ class RoleBuilder:
         setting: str = "model.lora",
     ) -> TrainedRole:
         """`setting` is the section of `lora`, for messages."""
-        role = "actor" if isinstance(config, ActorConfig) else "critic"
-        check_available(config.optim, f"{role}.optim")
+        check_available(config.optim, "actor.optim" if isinstance(config, ActorConfig) else "critic.optim")
         model = self._model(path, head, self.config.model.recompute, lora, setting)
         if config.fsdp.enable:
-            Shards(model, self.mesh, config.fsdp, f"{role}.fsdp.enable")  # cuts the model, which keeps them
+            Shards(model, self.mesh, config.fsdp)  # cuts the model, which keeps them
         optimizer = Optimizer(model, config.optim, total_steps, config.offload)
         self._memories.append(optimizer.memory)
         moe = self.config.model.moe

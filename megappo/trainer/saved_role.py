@@ -24,6 +24,7 @@ from megappo.errors import DataError
 from megappo.models.attach_lora import attached_lora
 from megappo.models.chunks import StageModel
 from megappo.models.experts import EXTRA_STATE
+from megappo.models.part_state import PartState
 from megappo.models.sharded import shards_of
 from megappo.parallel import write_queue
 from megappo.trainer.frozen_weights import FrozenWeights
@@ -93,7 +94,8 @@ def _load_weights(model: torch.nn.Module, weights: dict[str, Any], *, without_fr
 
 def check_same_optimizer(folder: Path, state: Mapping[str, Any]) -> None:
     """DataError where the checkpoint holds another kind of optimizer than the one whose sharded `state` this is."""
-    own = [each.key for each in nested_values(state.get("optimizer", {})) if isinstance(each, ShardedTensor)]
+    entries = nested_values(state.get("optimizer", {}))
+    own = [each.key for each in entries if isinstance(each, ShardedTensor | PartState)]
     missing = sorted(set(own) - set(dist_checkpointing.load_tensors_metadata(str(folder))))
     if missing:
         raise DataError(

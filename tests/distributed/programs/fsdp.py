@@ -30,8 +30,9 @@ KINDS = ("params", "grads", "optimizer")
 def held(engine: ModelEngine) -> dict[str, int]:
     """Bytes of this rank between two phases: by kind, of gathered parameters, and how many parameters there are."""
     model = unwrapped(engine.model)
-    shards, dp = shards_of(model), engine.mesh.dp
-    numel = sum(parameter.numel() for parameter in engine.model.parameters()) * (dp if shards is not None else 1)
+    shards = shards_of(model)
+    shapes = [parameter.shape for parameter in (model.parameters() if shards is None else shards.parts.values())]
+    numel = sum(shape.numel() for shape in shapes)
     found = {kind: engine.memory.device_bytes(kind) for kind in KINDS} | {"numel": numel, "gathered": 0}
     for unit in shards._units if shards is not None else []:
         for group in unit._get_fsdp_state()._fsdp_param_groups:

@@ -36,6 +36,7 @@ from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.models.routing import EXPERT_DTYPE, NO_EXPERT
 from megappo.models.sharded import Shards, shards_of, whole_parameters
+from megappo.parallel.collectives import gather_objects
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.trainer.build import build_ppo
@@ -188,8 +189,7 @@ def _gathered_gradients(shards: Shards) -> dict[torch.nn.Parameter, torch.Tensor
     """Of a model that is cut: its parts of the gradients joined, for the whole parameters that it holds now."""
     gradients = {}
     for part in shards.parts.values():
-        pieces = [torch.empty_like(part.local) for _ in range(shards.mesh.dp)]
-        dist.all_gather(pieces, part.local.main_grad, group=shards.mesh.dp_group)
+        pieces = gather_objects(part.local.main_grad, shards.mesh.dp_group)  # they may differ in length
         gradients[part.module._parameters[part.name]] = torch.cat(pieces, part.axis)
     return gradients
 
