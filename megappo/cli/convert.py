@@ -12,7 +12,7 @@ from megappo.cli.model_arguments import (
     model_facts,
     typed_settings,
 )
-from megappo.config.checkpoint_folder import MANIFEST
+from megappo.config.checkpoint_names import MANIFEST, readable
 from megappo.config.layout import LayoutConfig
 from megappo.config.requests import ConvertRequest
 from megappo.errors import ConfigError, ExitCode
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         existing_folder("--base", arguments.base)
         if not arguments.merged:
             raise ConfigError(f"--base {arguments.base}: is only read with --merged; add that, or leave it out")
-    if arguments.merged and is_hf_folder(Path(arguments.source)):
+    if arguments.merged and is_hf_folder(readable(arguments.source)):
         raise ConfigError(
             f"--merged: {arguments.source} is a Hugging Face folder, which has no adapters to merge; leave it out"
         )

@@ -5,7 +5,7 @@ import json
 
 from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, world_size
 from megappo.cli.model_arguments import add_layout, as_options, existing_folder, typed_settings
-from megappo.config.checkpoint_folder import checkpoint_folder, latest_checkpoint
+from megappo.config.checkpoint_folder import checkpoint_folder, readable_checkpoint
 from megappo.config.checks import check_evaluation
 from megappo.config.problem import raise_errors
 from megappo.config.requests import EvaluateRequest
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         )
     if arguments.model is not None:
         existing_folder("--model", arguments.model)
-    elif latest_checkpoint(checkpoint_folder(config)) is None:
+    elif readable_checkpoint(checkpoint_folder(config)) is None:
         raise ConfigError(
             f"trainer.run_dir: {config.trainer.run_dir} has no checkpoint to evaluate; name a model with --model PATH"
         )

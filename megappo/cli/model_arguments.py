@@ -3,10 +3,10 @@
 import argparse
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from megappo.cli.experiment import positive
 from megappo.config.checkpoint_folder import MODEL_FILES
+from megappo.config.checkpoint_names import readable
 from megappo.config.checks_layout import (
     dense_problems,
     expert_layout_problems,
@@ -64,7 +64,7 @@ def typed_settings(arguments: argparse.Namespace) -> dict[str, int | bool]:
 
 def existing_folder(option: str, folder: str) -> None:
     """Raises ConfigError where the folder of an option is not there."""
-    if not Path(folder).is_dir():
+    if not readable(folder).is_dir():
         raise ConfigError(f"{option} {folder}: there is no such folder; give a Hugging Face folder or a checkpoint")
 
 
@@ -72,10 +72,11 @@ def model_facts(option: str, folder: str) -> ModelFacts | None:
     """The sizes of the model in `folder`, a Hugging Face folder or a checkpoint; None where it is neither, which the
     ranks tell. Raises ConfigError where `folder` is missing, or its model is none that can be built."""
     existing_folder(option, folder)
-    places = (Path(folder), Path(folder) / MODEL_FILES)
+    found = readable(folder)
+    places = (found, found / MODEL_FILES)
     place = next((place for place in places if (place / "config.json").exists()), None)
-    if place is None and (Path(folder) / ADAPTERS).exists():
-        place = Path(folder)  # no model either, which the facts say
+    if place is None and (found / ADAPTERS).exists():
+        place = found  # no model either, which the facts say
     if place is None:
         return None
     try:

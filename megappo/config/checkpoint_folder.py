@@ -7,18 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megappo.config.checkpoint_names import LATEST, MANIFEST, is_complete, readable
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFacts, read_model_facts
 from megappo.errors import ConfigError, DataError
 
-MANIFEST = "manifest.json"
-"""Written last: size and checksum of every other file."""
 STATE = "trainer.json"
 EVALUATION = "evaluation.json"
 """Added to a checkpoint that was saved before the evaluation after its step, once that is done: which was the best."""
 MODEL_FILES = "model"
 """Folder of a checkpoint with the model's configuration and tokenizer, so that it can be read without its run."""
-LATEST = "latest"
 BEST = "best"
 """The checkpoint with the best evaluation (`trainer.best_metric`)."""
 
@@ -45,6 +43,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(complete_checkpoints(folder)), None)
 
 
+def readable_checkpoint(folder: Path) -> Path | None:
+    """Like `latest_checkpoint`, for who only reads: one that a kill has left without its name is found too."""
+    found = readable(folder / LATEST)
+    return folder / found.resolve().name if is_complete(found) else None
+
+
 def going_on(config: ExperimentConfig) -> ExperimentConfig:
     """The experiment with `--resume`: from the run's own newest checkpoint, where it has none from the one that
     `trainer.resume` names, and else from the start."""
@@ -68,7 +72,7 @@ def checkpoint_to_resume(config: ExperimentConfig) -> Path | None:
                 "trainer.resume=auto (--resume), or choose another folder"
             )
         return None
-    path = latest if resume == "auto" else Path(resume)
+    path = latest if resume == "auto" else readable(resume)
     if path is not None:
         state = read_state(path)
         if state["step"] == 0:

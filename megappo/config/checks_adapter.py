@@ -4,9 +4,9 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.lora import LoraConfig
 from megappo.config.model_folder import ADAPTERS
 from megappo.config.problem import Problem, typed
@@ -22,7 +22,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(gate_proj|up_proj|w1|w3|down_proj|w2
 def adapter_problems(path: str, lora: LoraConfig, folder: str) -> list[Problem]:
     """What adapter_config.json says of the folder's adapters, and the section `path` does not."""
     setting = f"{path}.adapter_path"
-    file = Path(folder) / ADAPTERS
+    file = readable(folder) / ADAPTERS
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
@@ -90,7 +90,7 @@ def _modules(folder: str) -> Sequence[str]:
     Of a safetensors file the first 8 bytes are the size of its header, which is JSON.
     """
     try:
-        with (Path(folder) / _TENSORS).open("rb") as file:
+        with (readable(folder) / _TENSORS).open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             names = json.loads(file.read(size))
     except (OSError, ValueError, struct.error, OverflowError, MemoryError):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.checks_pipeline import split_problems, stage_problems, virtual_problems
 from megappo.config.data_names import HUB_PREFIX
 from megappo.config.divisibility import choices, nearest
@@ -30,11 +31,11 @@ def file_problems(config: ExperimentConfig) -> list[Problem]:
                 remedy = "give a JSONL or Parquet file, a saved data set's folder, or hub:NAME"
                 problems.append(Problem(f"data.{key}.{index}", typed(file), _missing(file), remedy))
     tokenizer = config.model.tokenizer_path
-    if tokenizer is not None and not Path(tokenizer).is_dir():
+    if tokenizer is not None and not readable(tokenizer).is_dir():
         remedy = "give the folder of the tokenizer, or null where model.path has it"
         problems.append(Problem("model.tokenizer_path", typed(tokenizer), _missing(tokenizer), remedy))
     resume = config.trainer.resume
-    if resume not in ("auto", "never") and not Path(resume).exists():
+    if resume not in ("auto", "never") and not readable(resume).exists():
         remedy = "give a folder such as runs/NAME/checkpoints/step-000010, auto, or never"
         problems.append(Problem("trainer.resume", typed(resume), _missing(resume), remedy))
     return problems

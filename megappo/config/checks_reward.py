@@ -1,8 +1,8 @@
 """Rules of section `reward`: what each kind of part needs, and the shaping of scores."""
 
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.checks_layout import expert_layout_problems, model_parallel_problems
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.model_folder import ModelFolderError, read_model_facts
@@ -130,7 +130,7 @@ def _implicit_problems(config: ExperimentConfig, path: str, part: RewardPartConf
 
 def _inside(folder: str) -> str:
     """Where a model's configuration is: a checkpoint has it in `model`."""
-    inside = Path(folder) / "model"
+    inside = readable(folder) / "model"
     return str(inside) if inside.is_dir() else folder
 
 

@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from megappo.config.checkpoint_names import MANIFEST, readable
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "mistral", "phi3",
@@ -67,7 +68,7 @@ class ModelFacts:
 
 def read_model_facts(folder: str) -> ModelFacts:
     """The facts of a Hugging Face folder; raises ModelFolderError where there is no model of a known family."""
-    path = Path(folder)
+    path = readable(folder)
     if not path.is_dir():
         raise ModelFolderError("there is no such folder", "give a Hugging Face folder with config.json and safetensors")
     file = path / "config.json"
@@ -76,6 +77,11 @@ def read_model_facts(folder: str) -> ModelFacts:
             "the folder holds low-rank adapters alone, and no model",
             "give a whole model: megappo convert --merged writes it from the run's checkpoint, and "
             "model.lora.export_merged at the end of a run",
+        )
+    if not file.is_file() and (path / MANIFEST).is_file():
+        raise ModelFolderError(
+            "the folder is a checkpoint, and no Hugging Face folder",
+            f"megappo convert --from {folder} --to FOLDER writes it as one",
         )
     if not file.is_file():
         raise ModelFolderError("the folder has no config.json", "give a folder that save_pretrained has written")

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.data_names import HUB_PREFIX
 from megappo.config.model import ModelConfig
 from megappo.data.sources import first_line
@@ -114,8 +115,8 @@ def load_tokenizer(folder: str | Path, model_folder: str | Path | None = None) -
     # Seconds to import, and most commands need no tokenizer.
     from transformers import AutoTokenizer
 
-    name = str(folder)
-    from_hub = name.startswith(HUB_PREFIX)
+    from_hub = str(folder).startswith(HUB_PREFIX)
+    name = str(folder) if from_hub else str(readable(folder))
     if not from_hub and not Path(name).is_dir():
         raise DataError(
             f"tokenizer folder {name!r} does not exist (looked in {Path.cwd()}); give a Hugging Face folder with "
@@ -126,7 +127,7 @@ def load_tokenizer(folder: str | Path, model_folder: str | Path | None = None) -
     except (OSError, ValueError, ImportError, KeyError) as error:
         where = "on the hub" if from_hub else "in the folder"
         raise DataError(f"no usable tokenizer {where} {name!r}: {first_line(error)}") from error
-    folders = [Path(one) for one in ((None if from_hub else name), model_folder) if one is not None]
+    folders = [readable(one) for one in ((None if from_hub else name), model_folder) if one is not None]
     eos_ids = _end_tokens(backend.eos_token_id, len(backend), folders)
     if not eos_ids:
         raise DataError(f"the tokenizer {name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.layout import LayoutConfig
 from megappo.config.pipeline import EVEN
 from megappo.errors import ConfigError, DataError
@@ -25,7 +26,7 @@ class ModelSpec:
 def read_model(folder: str | Path) -> ModelSpec:
     """Reads `folder/config.json`. DataError where there is none, ConfigError for a model that megappo can't build."""
     folder = Path(folder)
-    file = folder / "config.json"
+    file = readable(folder) / "config.json"
     if not file.is_file():
         reason = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
         raise DataError(f"{folder}: {reason}; give the path of a Hugging Face model folder")

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megappo.config.checkpoint_names import readable
 from megappo.errors import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -35,7 +36,7 @@ class SafetensorsReader:
     """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        self.folder = folder
+        self.folder = readable(folder)
         self._single = single
         self._open: dict[str, Any] = {}
         self._file_of = self._read_index()
@@ -173,6 +174,7 @@ def replace_tokenizer(source: Path, destination: Path) -> None:
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> None:
+    source = readable(source)
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)

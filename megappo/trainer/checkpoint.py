@@ -24,8 +24,6 @@ import torch.distributed as dist
 from megappo.config.checkpoint_folder import (
     BEST,
     EVALUATION,
-    LATEST,
-    MANIFEST,
     MODEL_FILES,
     STATE,
     check_same_model,
@@ -36,9 +34,11 @@ from megappo.config.checkpoint_folder import (
     signature,
 )
 from megappo.config.checkpoint_names import (
-    PARTIAL,
+    LATEST,
+    MANIFEST,
+    partial_of,
     put_in_place,
-    remove_checkpoint,
+    remove_folder,
     remove_left_over,
 )
 from megappo.config.model_folder import read_model_facts
@@ -160,7 +160,7 @@ class CheckpointStore:
             best = (self._folder / BEST).resolve()
             for old in complete_checkpoints(self._folder)[: -self._keep]:
                 if old.resolve() != best:
-                    remove_checkpoint(old)
+                    remove_folder(old)
 
 
 def _noted(path: Path) -> dict[str, Any] | None:
@@ -202,7 +202,7 @@ def write_checkpoint(
     files: Mapping[str, SavedFile] | None = None,
 ) -> None:
     """Writes one complete checkpoint folder, replacing one of that name. A collective call."""
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_of(target)
     if mesh.is_writer:
         shutil.rmtree(partial, ignore_errors=True)
         for name in (*roles, "rng", MODEL_FILES):

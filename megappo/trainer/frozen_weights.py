@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.config.checkpoint_names import readable
 from megappo.errors import DataError
 
 END_BYTES = 1 << 20
@@ -22,7 +23,7 @@ class FrozenWeights:
 
     @classmethod
     def of(cls, folder: Path) -> FrozenWeights:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(readable(folder).glob("*.safetensors"))
         return cls(folder.resolve(), {file.name: _fingerprint(file) for file in files})
 
     @classmethod

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo.algorithms.kl import KLController
-from megappo.config.checkpoint_folder import LATEST, checkpoint_to_resume
+from megappo.config.checkpoint_folder import checkpoint_to_resume
+from megappo.config.checkpoint_names import LATEST
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer

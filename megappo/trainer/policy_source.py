@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megappo.config.checkpoint_folder import MANIFEST, MODEL_FILES, read_state
+from megappo.config.checkpoint_folder import MODEL_FILES, read_state
+from megappo.config.checkpoint_names import MANIFEST, readable
 from megappo.config.lora import LoraConfig
 from megappo.errors import DataError
 from megappo.models.attach_lora import attach_lora
@@ -41,7 +42,7 @@ class PolicySource:
     def of(cls, path: str | Path, base: str | Path | None = None) -> PolicySource:
         """Raises DataError where `path` is neither a Hugging Face folder nor a complete checkpoint, and where `base` is
         given for what holds all of its weights."""
-        path = Path(path)
+        path = readable(path)
         if (path / MANIFEST).exists():
             dtype = DTYPES[read_state(path)["dtype"]]
             source = cls(path / MODEL_FILES, path.resolve(), dtype, Path(base) if base is not None else None)
@@ -131,7 +132,7 @@ class PolicySource:
 
     def _folder_of(self, frozen: FrozenWeights) -> Path:
         """Where the weights under the adapters are; raises DataError where they are gone, or others."""
-        folder = self.base or frozen.folder
+        folder = readable(self.base or frozen.folder)
         remedy = "name their folder with --base of megappo generate or megappo convert --merged"
         if not (folder / "config.json").exists():
             raise DataError(

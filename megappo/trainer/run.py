@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from megappo.config.checkpoint_folder import checkpoint_folder, latest_checkpoint
+from megappo.config.checkpoint_folder import checkpoint_folder, readable_checkpoint
+from megappo.config.checkpoint_names import readable
 from megappo.config.data import DataConfig
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.layout import LayoutConfig
@@ -30,6 +31,7 @@ from megappo.models.export_adapter import export_adapter
 from megappo.models.export_hf import export_hf
 from megappo.observe.command_progress import CommandProgress
 from megappo.observe.console import Console
+from megappo.parallel.collectives import broadcast_object
 from megappo.parallel.mesh import Mesh, start_mesh, stop_mesh
 from megappo.trainer.answers import answering_engine, answers, with_whole_replicas
 from megappo.trainer.build import build_evaluator
@@ -58,12 +60,14 @@ def evaluate(request: EvaluateRequest, at_end: ExitStack) -> ExitCode:
     """Prints the experiment's held-out scores of a policy: one line a data set, then one JSON object."""
     config = request.config
     mesh = _mesh_of(config)
-    path = request.model or latest_checkpoint(checkpoint_folder(config))
+    # One rank looks and tells: a run that goes on while it is evaluated may save meanwhile.
+    found = readable_checkpoint(checkpoint_folder(config)) if mesh.is_writer and request.model is None else None
+    path = request.model or broadcast_object(found, mesh.world_group, 0)
     assert path is not None, "the command line refuses a run without a checkpoint"
     shown = CommandProgress(speaks=mesh.is_writer)
     shown.phase(f"reading {path} on {ranks_in_words(mesh)}")
     source = PolicySource.of(path)
-    if source.frozen is not None and not source.frozen.folder.exists():  # another machine, perhaps
+    if source.frozen is not None and not readable(source.frozen.folder).exists():  # another machine, perhaps
         source = replace(source, base=Path(config.model.path))
     model, spec = source.load(mesh, DTYPES[config.model.dtype])
     evaluator = build_evaluator(with_whole_replicas(config, spec.shape, mesh.training_grid), mesh, spec, model)

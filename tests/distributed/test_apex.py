@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.checkpoint_folder import LATEST
+from megappo.config.checkpoint_names import LATEST
 from tests.support.ranks import ROOT
 from tests.support.runs import learning, succeed, write_run_experiment
 

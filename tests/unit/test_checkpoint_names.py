@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megappo.config import checkpoint_names
-from megappo.config.checkpoint_folder import complete_checkpoints, read_state
-from megappo.config.checkpoint_names import finish_interrupted, remove_left_over
+from megappo.config.checkpoint_folder import complete_checkpoints, read_state, readable_checkpoint
+from megappo.config.checkpoint_names import finish_interrupted, readable, remove_left_over
 from megappo.trainer import checkpoint
 from megappo.trainer.checkpoint import CheckpointStore, LoopState
 from tests.support.experiments import write_experiment
@@ -85,6 +85,12 @@ def test_a_step_saved_again_is_there_whenever_the_process_ends(
         killed_at(call, patch)
         with pytest.raises(Killed):
             save(store, 5, "again")
+    # Who only reads finds a complete one meanwhile, and changes no name.
+    left, saved = names(tmp_path), tmp_path / "checkpoints"
+    found = [readable(saved / "step-000005"), readable(saved / "latest"), readable_checkpoint(saved)]
+    read = [(path / "actor" / "weights").read_text() for path in found if path is not None]
+    assert read == 3 * ["first" if call == 0 else "again"]
+    assert names(tmp_path) == left
     finish_interrupted(tmp_path / "checkpoints")
     assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step-000005"]
     assert weights_of(tmp_path, 5) == ("first" if call == 0 else "again")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megappo.config.checkpoint_names import readable
 from megappo.config.grid import GenerationGrid
 from megappo.config.rollout import RolloutConfig
 from megappo.config.shared_gpus import ranks_per_gpu
@@ -108,8 +109,8 @@ def start_engine(
     token = broadcast_object(uuid.uuid4().hex[:12] if mesh.is_writer else None, mesh.world_group, 0)
     with starting(grid.groups, token):
         llm = LLM(
-            str(spec.folder),
-            tokenizer=str(tokenizer_folder),
+            str(readable(spec.folder)),
+            tokenizer=str(readable(tokenizer_folder)),
             skip_tokenizer_init=not (config.stop or config.multi_turn.enable),
             load_format=LOAD_FORMAT,
             generation_config="vllm",  # not the sampling defaults of the model's folder
