@@ -2,13 +2,17 @@
 
 import argparse
 import sys
+from pathlib import Path
 
+from megappo.config.checkpoint_names import finish_interrupted
 from megappo.config.checks import check_experiment
+from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment, read_experiment
 from megappo.config.problem import Severity, raise_errors
 from megappo.config.stages import read_stage
-from megappo.launcher.environment import is_joined, joined_world_size, own_rank
+from megappo.launcher.environment import is_joined, joined_world_size, own_rank, own_task
 from megappo.launcher.world import count_gpus, local_world_size
+from megappo.observe.run_folder import RunFolder
 
 
 def add_experiment(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,15 @@ def read_arguments(arguments: argparse.Namespace, *more_overrides: str) -> Loade
     if arguments.stage is not None:
         return read_stage(arguments.file, overrides, arguments.stage)
     return read_experiment(arguments.file, overrides)
+
+
+def name_interrupted(config: ExperimentConfig) -> None:
+    """Gives their names back to checkpoints and exports of the run that a kill left without, before anyone looks which
+    there are. One process of srun does; what it sees counts."""
+    if own_rank() == 0 and own_task() == 0:
+        folder = RunFolder(Path(config.trainer.run_dir))
+        finish_interrupted(folder.checkpoints)
+        finish_interrupted(folder.hf)
 
 
 def world_size(loaded: LoadedExperiment, nproc: int | None) -> int:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megappo.cli.experiment import world_size
+from megappo.cli.experiment import name_interrupted, world_size
 from megappo.config.checkpoint_folder import checkpoint_folder, going_on, latest_checkpoint
-from megappo.config.checkpoint_names import finish_interrupted
 from megappo.config.checks import check_experiment
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment, load_experiment
@@ -76,7 +75,7 @@ class Stages:
     def _read(self, *, as_planned: bool = False) -> dict[str, LoadedExperiment]:
         stages = read_stages(self.file, self.overrides, as_planned=as_planned)
         for loaded in stages.values():
-            finish_interrupted(checkpoint_folder(loaded.config))
+            name_interrupted(loaded.config)
         if not self.goes_on:
             return stages
         return {name: replace(loaded, config=going_on(loaded.config)) for name, loaded in stages.items()}

@@ -6,16 +6,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megappo.cli.experiment import add_experiment, add_nproc, read_arguments, refuse_unsound, world_size
+from megappo.cli.experiment import (
+    add_experiment,
+    add_nproc,
+    name_interrupted,
+    read_arguments,
+    refuse_unsound,
+    world_size,
+)
 from megappo.cli.stages import Stages
-from megappo.config.checkpoint_folder import checkpoint_folder, checkpoint_to_resume, going_on, latest_checkpoint
-from megappo.config.checkpoint_names import finish_interrupted
-from megappo.config.experiment import ExperimentConfig
+from megappo.config.checkpoint_folder import checkpoint_to_resume, going_on, latest_checkpoint
 from megappo.config.load import LoadedExperiment
 from megappo.config.requests import TrainRequest
 from megappo.config.stages import has_stages
 from megappo.errors import ConfigError, ExitCode
-from megappo.launcher.environment import own_rank, own_task
 from megappo.launcher.start import run_on_ranks
 
 
@@ -46,13 +50,6 @@ def run(arguments: argparse.Namespace) -> ExitCode:
     if arguments.resume:
         loaded = replace(loaded, config=going_on(loaded.config))
     return run_experiment(loaded, arguments.nproc)
-
-
-def name_interrupted(config: ExperimentConfig) -> None:
-    """Gives their names back to checkpoints that a kill left without, before anyone looks which there are. One process
-    of srun does; what it sees counts."""
-    if own_rank() == 0 and own_task() == 0:
-        finish_interrupted(checkpoint_folder(config))
 
 
 def run_experiment(loaded: LoadedExperiment, nproc: int | None) -> ExitCode:

@@ -7,7 +7,6 @@ The whole model with the adapters in it is written by `export_hf.py`.
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
-import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megappo.config.lora import LoraConfig
+from megappo.config.model_folder import ADAPTERS
 from megappo.models.adapter_map import (
     PEFT_EXPERTS_GATE_UP,
     AdapterTarget,
@@ -30,29 +30,35 @@ from megappo.models.adapter_map import (
 )
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge, attached_lora
-from megappo.models.export_hf import agreed_head, gathered, is_gathered_here, prepare_folder
-from megappo.models.hf_folder import ADAPTER_WEIGHTS, copy_companions
+from megappo.models.export_folder import begin_folder, end_folder
+from megappo.models.export_hf import agreed_head, gathered, is_gathered_here
+from megappo.models.hf_folder import ADAPTER_WEIGHTS, copy_tokenizer
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.tensor_file import TensorFile, as_bytes
 from megappo.models.weight_map import Head, Rule, Shape, WeightMap
 from megappo.parallel.collectives import gather_objects_at
 from megappo.parallel.mesh import Mesh
 
-CONFIG = "adapter_config.json"
-
 
 @torch.no_grad()
-def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: str | Path) -> None:
-    """Writes the adapters of `model`, a bare stage, to `out_folder`, with the tokenizer; a value head is among them.
+def export_adapter(
+    model: nn.Module,
+    spec: ModelSpec,
+    mesh: Mesh,
+    out_folder: str | Path,
+    tokenizer_folder: Path | None = None,
+    replaces: bool = False,
+) -> None:
+    """Writes the adapters of `model`, a bare stage, to `out_folder`, with the tokenizer, which is that of `spec.folder`
+    unless another folder is given; a value head is among them.
 
     Every rank of the mesh calls it. The folder appears only when complete. Raises DataError, on every rank, where it
-    exists and is not empty.
+    exists and is not empty, unless the export `replaces` it.
     """
     lora = attached_lora(model)
     assert lora is not None, "the model has no adapters"
     out = Path(out_folder)
-    partial = out.with_name(f".{out.name}.partial")
-    prepare_folder(out, partial, mesh)
+    partial = begin_folder(out, mesh, replaces=replaces)
     head = agreed_head(model, mesh)
     base = spec.family.weight_map(spec.shape, head)
     targets = adapter_targets(base, lora.target_modules)
@@ -62,17 +68,12 @@ def export_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, out_folder: st
     if mesh.is_writer:
         missing = missing_expert_tensors(base, weight_map, lora.rank)
         _write(partial / ADAPTER_WEIGHTS, list(chain.from_iterable(plan)), turns, weight_map, missing, mesh)
-        copy_companions(spec.folder, partial)
-        (partial / "config.json").unlink(missing_ok=True)  # the folder is no model: PEFT takes that from the base
-        (partial / CONFIG).write_text(json.dumps(peft_config(spec, lora, targets, head), indent=2) + "\n")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        copy_tokenizer(spec.folder, partial, tokenizer_folder)
     else:
         for tensor in chain.from_iterable(tensors.values() for tensors in turns):
             dist.send(as_bytes(tensor), group=mesh.world_group, group_dst=0)
-    if mesh.world_size > 1:
-        dist.barrier()
+    # No config.json: the folder is no model, PEFT takes that from the base.
+    end_folder(out, mesh, ADAPTERS, peft_config(spec, lora, targets, head))
 
 
 class Planned(NamedTuple):

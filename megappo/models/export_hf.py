@@ -7,25 +7,24 @@ of each parameter takes part in the gathering.
 
 import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
-import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megappo.errors import DataError
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import Merge
-from megappo.models.hf_folder import SafetensorsWriter, copy_companions, dtype_name, write_index
+from megappo.models.export_folder import begin_folder, end_folder
+from megappo.models.hf_folder import CONFIG, SafetensorsWriter, copy_tokenizer, dtype_name, write_index
 from megappo.models.import_hf import head_of
 from megappo.models.sharded import whole_parameters
 from megappo.models.stage_parameters import StageParameter, stage_parameters
 from megappo.models.weight_map import Head, Rule, WeightMap
-from megappo.parallel.collectives import any_rank, broadcast_object, gather_objects
+from megappo.parallel.collectives import broadcast_object, gather_objects
 from megappo.parallel.mesh import Mesh
 
 DEFAULT_MAX_SHARD_BYTES = 4 * 2**30
@@ -40,17 +39,18 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     tokenizer_folder: Path | None = None,
+    replaces: bool = False,
 ) -> None:
     """Writes the model to `out_folder` as safetensors of at most `max_shard_bytes`, with configuration and tokenizer,
     which is that of `spec.folder` unless another folder is given.
 
     Every rank of the mesh calls it. `dtype` converts; None keeps the model's. A value model is written with
     `score.weight`, as a Hugging Face sequence classifier with one label. Padding and second copies of tied tensors are
-    left out. The folder appears only when complete. Raises DataError, on every rank, where it exists and is not empty.
+    left out. The folder appears only when complete. Raises DataError, on every rank, where it exists and is not empty,
+    unless the export `replaces` it.
     """
     out = Path(out_folder)
-    partial = out.with_name(f".{out.name}.partial")
-    prepare_folder(out, partial, mesh)
+    partial = begin_folder(out, mesh, replaces=replaces)
     head = agreed_head(model, mesh)
     weight_map = spec.family.weight_map(spec.shape, head)
     writer = SafetensorsWriter(partial, part=mesh.pp_rank * mesh.ep + mesh.ep_rank, max_shard_bytes=max_shard_bytes)
@@ -64,25 +64,8 @@ def export_hf(
         file_of = {name: file for files, _ in parts for name, file in files.items()}
         assert set(file_of) == set(weight_map.tensors), "an export writes every tensor of the weight map, once"
         write_index(partial, file_of, sum(num_bytes for _, num_bytes in parts))
-        copy_companions(spec.folder, partial, tokenizer_folder)
-        _write_config(partial, spec, head, dtype or own_dtype)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    if mesh.world_size > 1:
-        dist.barrier()
-
-
-def prepare_folder(out: Path, partial: Path, mesh: Mesh) -> None:
-    """An empty folder to write into, seen by all ranks."""
-    is_taken = mesh.is_writer and out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if any_rank(is_taken, mesh):
-        raise DataError(f"{out}: exists and is not empty; give a new folder, or remove this one first")
-    if mesh.is_writer:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was stopped
-        partial.mkdir(parents=True)
-    if mesh.world_size > 1:
-        dist.barrier()
+        copy_tokenizer(spec.folder, partial, tokenizer_folder)
+    end_folder(out, mesh, CONFIG, _config(spec, head, dtype or own_dtype))
 
 
 def agreed_head(model: nn.Module, mesh: Mesh) -> Head:
@@ -152,10 +135,11 @@ def assembled(
         yield name, tensor
 
 
-def _write_config(folder: Path, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
+def _config(spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
+    """The model's config.json, with the type and head that are written."""
     config = dict(spec.hf_config)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
     if head == "value":
         config["architectures"] = [spec.family.value_architecture]
         config |= {"num_labels": 1, "id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return config

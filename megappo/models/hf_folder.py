@@ -18,6 +18,7 @@ from megappo.errors import DataError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+CONFIG = "config.json"
 
 # Everything beside weights that a folder needs to be loaded again.
 _GENERATION = "generation_config.json"
@@ -25,7 +26,6 @@ _TOKENIZER = (
     "chat_template.jinja", "chat_template.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
 )  # fmt: skip
-_COMPANIONS = ("config.json", _GENERATION, *_TOKENIZER)
 
 
 class SafetensorsReader:
@@ -157,20 +157,17 @@ def write_index(folder: Path, file_of: Mapping[str, str], num_bytes: int) -> Non
 
 
 def copy_companions(source: Path, destination: Path, tokenizer_folder: Path | None = None) -> None:
-    """Copies configuration and tokenizer files, where the source has them; the tokenizer of `tokenizer_folder` in the
-    place of the source's, where it is given."""
-    _copy(_COMPANIONS, source, destination)
-    if tokenizer_folder is not None and tokenizer_folder.resolve() != source.resolve():
-        replace_tokenizer(tokenizer_folder, destination)
+    """Copies config.json and what `copy_tokenizer` copies, where the source has them."""
+    _copy((CONFIG,), source, destination)
+    copy_tokenizer(source, destination, tokenizer_folder)
 
 
-def replace_tokenizer(source: Path, destination: Path) -> None:
-    """Puts the tokenizer of `source` in the place of that of `destination`, of which no file may stay: a chat template
-    or added tokens of the one would be taken for the other's. Its generation_config.json goes with it where it has
-    one, for that names the end tokens."""
-    for name in _TOKENIZER:
-        (destination / name).unlink(missing_ok=True)
-    _copy((_GENERATION, *_TOKENIZER), source, destination)
+def copy_tokenizer(source: Path, destination: Path, tokenizer_folder: Path | None = None) -> None:
+    """Copies the tokenizer of `source`, or of `tokenizer_folder` where it is given, into a new folder. No file of the
+    two may be mixed: a chat template or added tokens of the one would be taken for the other's. The source's
+    generation_config.json, which names end tokens, is copied where the tokenizer's folder has none."""
+    _copy((_GENERATION,), source, destination)
+    _copy((_GENERATION, *_TOKENIZER), tokenizer_folder or source, destination)
 
 
 def _copy(names: Iterable[str], source: Path, destination: Path) -> None:

@@ -6,7 +6,6 @@ The algorithm is the body of `for step in loop.steps()`; this file knows none.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from typing import Any, Protocol
 
 from megappo.algorithms.kl import KLController
 from megappo.config.checkpoint_folder import checkpoint_to_resume
-from megappo.config.checkpoint_names import LATEST
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer
@@ -24,11 +22,7 @@ from megappo.engines.offload import NO_MEMORY, Memory
 from megappo.engines.rollout import Progress
 from megappo.errors import ConfigError, ExitCode
 from megappo.experience.sample import RolloutSample
-from megappo.models.attach_lora import attached_lora
 from megappo.models.build import ModelSpec
-from megappo.models.export_adapter import export_adapter
-from megappo.models.export_hf import export_hf
-from megappo.models.hf_folder import replace_tokenizer
 from megappo.observe.memory import AbsentBytes, PeakMemory
 from megappo.observe.metrics import Stopwatch, mean_of
 from megappo.observe.run_folder import RunFolder
@@ -39,10 +33,10 @@ from megappo.trainer.checkpoint import (
     CheckpointStore,
     LoopState,
     SavedFile,
-    point_to,
     random_state,
     restore_random_state,
 )
+from megappo.trainer.export import export_model
 from megappo.trainer.reporter import Reporter
 from megappo.trainer.samples import gathered_rows
 from megappo.trainer.saved_role import SavedRole
@@ -359,24 +353,10 @@ class Loop:
         total = self._parts.total_steps
         if self._config.trainer.export_hf:
             self._parts.memory.need_all()
-            self._export(self._folder.hf / f"step-{total:06d}")
+            parts = self._parts
+            model, tokenizer_folder = parts.roles[parts.exported_role].model, Path(self._config.model.tokenizer_folder)
+            export_model(self._folder.hf, total, model, parts.spec, self._mesh, tokenizer_folder)
         self._reporter.finish(total, self.outcome)
-
-    def _export(self, target: Path) -> None:
-        """The model, or its adapters alone, with the run's tokenizer."""
-        model, spec, mesh = self._parts.roles[self._parts.exported_role].model, self._parts.spec, self._mesh
-        tokenizer_folder = Path(self._config.model.tokenizer_folder)
-        if mesh.is_writer:
-            shutil.rmtree(target, ignore_errors=True)  # of this step of an earlier run, or of this run resumed
-        lora = attached_lora(model)
-        if lora is None or lora.export_merged:
-            export_hf(model, spec, mesh, target, tokenizer_folder=tokenizer_folder)
-        else:
-            export_adapter(model, spec, mesh, target)
-            if mesh.is_writer:
-                replace_tokenizer(tokenizer_folder, target)
-        if mesh.is_writer:
-            point_to(target.with_name(LATEST), target)
 
 
 def throughput(metrics: Mapping[str, float], num_tokens: int, num_generated: int, world_size: int) -> dict[str, float]:
