@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megappo.cli.built_on import ancestors, has_trained, refuse_changed, refuse_unfinished
 from megappo.cli.experiment import name_interrupted, world_size
-from megappo.config.checkpoint_folder import checkpoint_folder, going_on, latest_checkpoint
+from megappo.config.checkpoint_folder import going_on
 from megappo.config.checks import check_experiment
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import LoadedExperiment, load_experiment
 from megappo.config.problem import raise_errors
-from megappo.config.stages import built_on, read_stages
+from megappo.config.stages import read_stages
 from megappo.errors import ConfigError, ExitCode
 from megappo.launcher.environment import is_joined
 from megappo.observe.run_folder import RunFolder
@@ -41,7 +42,8 @@ class Stages:
             raise_errors(check_experiment(loaded.config, world_size(loaded, self.nproc)), loaded.locations)
         stages = self._read()
         done = [name for name, loaded in stages.items() if is_done(loaded.config)]
-        self._refuse_outdated(stages, done)
+        self._refuse_lost(stages, done)
+        refuse_changed(stages, stages)
         for name, loaded in stages.items():
             where = loaded.config.trainer.run_dir
             if name in done:
@@ -53,15 +55,23 @@ class Stages:
                 return code
         return ExitCode.DONE
 
-    def _refuse_outdated(self, stages: Mapping[str, LoadedExperiment], done: Sequence[str]) -> None:
+    def check_alone(self, name: str) -> None:
+        """ConfigError where the stage `name` can't be run on what the stages before it have left by now: a model that
+        it reads is not there or not finished, or it, or what it builds on, was trained from another one.
+
+        Gives no folder its name back, for the other stages may be running.
+        """
+        stages = read_stages(self.file, self.overrides)
+        refuse_unfinished(stages, name)
+        refuse_changed(stages, [*ancestors(stages, name), name])
+
+    def _refuse_lost(self, stages: Mapping[str, LoadedExperiment], done: Sequence[str]) -> None:
         """ConfigError where a stage has run, to its end or not, from the model of one that will be trained anew."""
-        references = built_on(self.file, self.overrides)
         folders: dict[str, str] = {}
         causes: list[str] = []
         for name, loaded in stages.items():
-            has_run = name in done or latest_checkpoint(checkpoint_folder(loaded.config)) is not None
-            lost = [earlier for earlier in stages if earlier in references[name] and earlier not in done]
-            if has_run and (lost or references[name] & folders.keys()):
+            lost = [earlier for earlier in loaded.built_on if earlier not in done]
+            if has_trained(loaded.config) and (lost or loaded.built_on.keys() & folders.keys()):
                 folders[name] = loaded.config.trainer.run_dir
                 causes += lost
         if folders:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megappo.cli.built_on import note_models
 from megappo.cli.experiment import (
     add_experiment,
     add_nproc,
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> ExitCode:
         return stages.run(partial(run_experiment, nproc=arguments.nproc))
     loaded = read_arguments(arguments)
     name_interrupted(loaded.config)
+    if arguments.stage is not None:
+        Stages(arguments.file, arguments.overrides, arguments.nproc).check_alone(arguments.stage)
     if arguments.resume:
         loaded = replace(loaded, config=going_on(loaded.config))
     return run_experiment(loaded, arguments.nproc)
@@ -59,6 +62,7 @@ def run_experiment(loaded: LoadedExperiment, nproc: int | None) -> ExitCode:
     checkpoint_to_resume(loaded.config)  # refuses what can't be resumed before a rank is started
     trainer = loaded.config.trainer
     make_run_folder(Path(trainer.run_dir))
+    note_models(loaded)
     return run_on_ranks(
         TrainRequest(config=loaded.config),
         num_ranks,

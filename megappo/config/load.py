@@ -4,8 +4,8 @@ The YAML itself is read in `yaml_file.py`, messages are worded in `messages.py`,
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class LoadedExperiment:
 
     config: ExperimentConfig
     locations: dict[str, str]
+    built_on: Mapping[str, str] = field(default_factory=dict)
+    """Of a stage, the earlier stages whose models it names, and where they export them."""
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:

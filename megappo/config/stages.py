@@ -9,6 +9,7 @@ A stage's settings lie over the file's, these over those of the stage's `base`. 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,9 @@ def read_stages(
     exported = {stage for document in documents.values() for _, stage in _references(document.values)}
     for name, document in documents.items():
         _refuse_later_stages(document, list(stages))
-        models = {
-            earlier: loaded.config.model.path if as_planned else str(Path(loaded.config.trainer.run_dir) / EXPORTED)
-            for earlier, loaded in stages.items()
-        }
+        exports = {earlier: str(Path(loaded.config.trainer.run_dir) / EXPORTED) for earlier, loaded in stages.items()}
+        named = {stage for _, stage in _references(document.values)}
+        models = {earlier: loaded.config.model.path for earlier, loaded in stages.items()} if as_planned else exports
         values = _replaced(document.values, models)
         trainer = values.get("trainer")
         if isinstance(trainer, dict):
@@ -71,14 +71,9 @@ def read_stages(
             if name in exported:
                 trainer["export_hf"] = True
                 _export_merged(values)
-        stages[name] = validated(Document(values, document.locations), problems[name])
+        loaded = validated(Document(values, document.locations), problems[name])
+        stages[name] = replace(loaded, built_on={stage: exports[stage] for stage in stages if stage in named})
     return stages
-
-
-def built_on(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, set[str]]:
-    """For each stage of a file those whose models it names. Raises ConfigError."""
-    documents, _ = _documents(Path(path), overrides)
-    return {name: {stage for _, stage in _references(document.values)} for name, document in documents.items()}
 
 
 def _documents(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Document], dict[str, list[Problem]]]:

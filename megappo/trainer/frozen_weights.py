@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.config.checkpoint_names import readable
+from megappo.config.weight_files import weight_files
 from megappo.errors import DataError
-
-END_BYTES = 1 << 20
-"""What is read of either end of a file: its header with all names and shapes, and weights of both ends."""
 
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Safetensors files of a Hugging Face folder, each known by its bytes and the CRC-32 of both of its ends."""
+    """Safetensors files of a Hugging Face folder, each as `weight_files` knows it."""
 
     folder: Path
     files: dict[str, list[int]]
 
     @classmethod
     def of(cls, folder: Path) -> FrozenWeights:
-        files = sorted(readable(folder).glob("*.safetensors"))
-        return cls(folder.resolve(), {file.name: _fingerprint(file) for file in files})
+        return cls(folder.resolve(), weight_files(folder))
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> FrozenWeights:
@@ -42,12 +37,3 @@ class FrozenWeights:
                 f"{place}: its adapters were trained on the weights of {self.folder}, and those in {now.folder} are "
                 f"others ({differing}); {remedy}"
             )
-
-
-def _fingerprint(file: Path) -> list[int]:
-    """[bytes, CRC-32 of the first and last MiB]."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        crc = zlib.crc32(stream.read(END_BYTES))
-        stream.seek(max(size - END_BYTES, 0))
-        return [size, zlib.crc32(stream.read(END_BYTES), crc)]
