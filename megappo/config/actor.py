@@ -8,7 +8,7 @@ from megappo.config.base import Section
 from megappo.config.fsdp import FsdpConfig, RefFsdpConfig
 from megappo.config.lora import LoraConfig
 from megappo.config.offload import OffloadConfig, RefOffloadConfig
-from megappo.config.optim import OptimConfig
+from megappo.config.optim import CriticOptimConfig, OptimConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator = Literal[
@@ -125,7 +125,7 @@ class CriticConfig(Section):
     actor's when null."""
     lora: LoraConfig = LoraConfig()
     """The critic's, whose value head is trained too."""
-    optim: OptimConfig = OptimConfig(lr=1e-5)
+    optim: CriticOptimConfig = CriticOptimConfig()
     offload: OffloadConfig = OffloadConfig()
     fsdp: FsdpConfig = FsdpConfig()
     ppo_mini_batch_size: int | None = Field(None, ge=1)

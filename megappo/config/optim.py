@@ -53,3 +53,10 @@ class OptimConfig(Section):
     """The type of AdamW's first moment; float16 ones have a scale for each tensor."""
     exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """The type of AdamW's second moment; float16 ones have a scale for each tensor."""
+
+
+class CriticOptimConfig(OptimConfig):
+    """AdamW through Megatron's optimizer, and its schedule in optimizer steps, as the actor's but for the rate."""
+
+    lr: float = Field(1e-5, ge=0)
+    """Peak learning rate; 0 runs every pass and changes no weight."""

@@ -1,13 +1,18 @@
 """Loading: bases, overrides, and every message of a wrong file, key or value."""
 # ruff: noqa: E501  a line of a table is one case, with the whole message
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from megappo.config.base import Section
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.load import load_experiment, read_experiment, to_yaml
 from megappo.config.messages import known_keys
+from megappo.config.optim import CriticOptimConfig, OptimConfig
 from megappo.config.problem import shortened, typed
 from megappo.errors import ConfigError
 from tests.support.experiments import write_experiment
@@ -59,6 +64,57 @@ def test_base_is_merged_deeply_and_lists_are_replaced(tmp_path: Path) -> None:
     assert loaded.locations["actor.optim.lr"] == f"{child}:3"
     assert loaded.locations["actor.optim.eps"] == f"{tmp_path}/sub/../middle.yaml:2"
     assert "data.train_files.1" not in loaded.locations
+
+
+def leaves(values: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Path and value of everything that is no section, items of lists of sections included."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from leaves(value, f"{path}.{name}" if path else name)
+    elif isinstance(values, list) and values and isinstance(values[0], dict):
+        for place, value in enumerate(values):
+            yield from leaves(value, f"{path}.{place}")
+    else:
+        yield path, values
+
+
+def test_a_setting_that_is_set_to_its_default_changes_no_other(tmp_path: Path) -> None:
+    """By an override, and by a file over its base: none of a section's keys is set elsewhere, so that all others have
+    to keep the default that they have where nothing of the section is set."""
+    file = write_experiment(tmp_path)
+    untouched = load_experiment(file)
+    settings = dict(leaves(untouched.model_dump(mode="json")))
+    assert {"critic.optim.clip_grad", "reward.parts.0.weight", "trainer.evaluation.n", "layout.dp"} <= set(settings)
+    child = tmp_path / "child.yaml"
+    for path, value in settings.items():
+        assert load_experiment(file, [f"{path}={json.dumps(value)}"]) == untouched, path
+        if ".0." not in path:  # a list is replaced as a whole
+            nested: object = value
+            for name in reversed(path.split(".")):
+                nested = {name: nested}
+            child.write_text(json.dumps({"base": file.name} | cast("dict[str, object]", nested)))
+            assert load_experiment(child) == untouched, path
+
+
+def test_the_critic_keeps_its_own_learning_rate(tmp_path: Path) -> None:
+    file = write_experiment(tmp_path, "critic: {optim: {eps: 1e-6}}\n")
+    for overrides in ([], ["critic.optim.clip_grad=0.5"], ["critic.optim={betas: [0.9, 0.99]}"]):
+        config = load_experiment(file, overrides)
+        assert (config.critic.optim.lr, config.actor.optim.lr) == (1e-5, 1e-6)
+    example = 'critic.optim.lr: "fast" (command line): has to be a number; for example 1e-05'
+    assert example in message(file, "critic.optim.lr=fast")
+
+
+def test_a_section_has_no_defaults_beside_those_of_its_class() -> None:
+    with pytest.raises(AssertionError, match=r"Role\.optim: defaults of its own need a class of their own"):
+
+        class Role(Section):
+            optim: OptimConfig = OptimConfig(lr=1.0)
+
+    with pytest.raises(AssertionError, match=r"Other\.optim: defaults of its own"):
+
+        class Other(Section):
+            optim: OptimConfig = CriticOptimConfig()
 
 
 def test_bases_in_a_circle(tmp_path: Path) -> None:
