@@ -152,6 +152,9 @@ def _best_problems(config: ExperimentConfig) -> list[Problem]:
             reason = f"has to be between 1 and trainer.evaluation.n {evaluation.n}"
             remedy = f"for example {evaluation.n}, or set n to {k}" if k > 0 else "for example 1"
             return [Problem(f"trainer.evaluation.pass_at.{index}", typed(k), reason, remedy)]
+    if metric is None and config.trainer.best_mode is not None:
+        reason, mode = "does nothing, for trainer.best_metric is null", typed(config.trainer.best_mode)
+        return [Problem("trainer.best_mode", mode, reason, "name one there, or leave it out", Severity.WARNING)]
     if metric is None or (config.reward is None and config.trainer.kind == "ppo"):  # which is refused elsewhere
         return []
     known = evaluation_metrics(config)

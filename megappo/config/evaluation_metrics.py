@@ -5,9 +5,21 @@ from collections.abc import Sequence
 from megappo.config.data_names import source_name
 from megappo.config.experiment import ExperimentConfig
 from megappo.config.reward import RULES, RewardPartConfig
+from megappo.config.trainer import BestMode, TrainerConfig
 
 OF_PAIRS = ("accuracy", "margin", "loss")
 """What `trainer/pair_evaluation.py` measures."""
+
+BEST_LOW = {"loss", "losses", "nll", "kl", "ppl", "perplexity", "error", "errors"}
+"""Words in a measure's name that say that less of it is better."""
+
+
+def best_mode(trainer: TrainerConfig) -> BestMode:
+    """Which values of `trainer.best_metric` are the best: as set, else by the name of what is measured."""
+    if trainer.best_mode is not None:
+        return trainer.best_mode
+    measure = (trainer.best_metric or "").rpartition("/")[2]
+    return "min" if BEST_LOW & set(measure.split("_")) else "max"
 
 
 def evaluation_metrics(config: ExperimentConfig) -> list[str]:

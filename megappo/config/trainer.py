@@ -7,6 +7,8 @@ from pydantic import Field
 from megappo.config.base import Section
 from megappo.config.rollout import EvaluationSampling
 
+BestMode = Literal["max", "min"]
+
 
 class TrainerConfig(Section):
     """The loop around the algorithm."""
@@ -42,8 +44,11 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     """Evaluate before the first step."""
     best_metric: str | None = None
-    """Metric of the evaluation such as `eval/val/exact_match`: the checkpoint where it is highest is saved, and kept
+    """Metric of the evaluation such as `eval/val/exact_match`: the checkpoint where it is best is saved, and kept
     beside the newest ones as `checkpoints/best`."""
+    best_mode: BestMode | None = None
+    """Whether the highest or the lowest is the best; null goes by the metric's name: `min` for a loss, KL, perplexity
+    or error, `max` for all others."""
     evaluation: EvaluationSampling = EvaluationSampling()
     stop_grace_seconds: float = Field(600.0, gt=0)
     """Time for the ranks to finish their step and save after a SIGTERM, before they are killed."""

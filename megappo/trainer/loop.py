@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from megappo.algorithms.kl import KLController
 from megappo.config.checkpoint_folder import checkpoint_to_resume
+from megappo.config.evaluation_metrics import best_mode
 from megappo.config.experiment import ExperimentConfig
 from megappo.data.feed import Resumable
 from megappo.data.tokenizer import Tokenizer
@@ -166,7 +167,7 @@ class Loop:
             keep=config.trainer.max_checkpoints,
         )
         self._stop = StopSignal(mesh)
-        self._best = BestEvaluation(config.trainer.best_metric)
+        self._best = BestEvaluation(config.trainer.best_metric, best_mode(config.trainer))
         self._peak = PeakMemory(parts.absent)
         self._last_saved = 0
         self._named_step: int | None = None

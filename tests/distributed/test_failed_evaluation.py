@@ -50,8 +50,9 @@ def test_the_best_is_the_highest(whole: Path) -> None:
     scores = {int(line["step"]): line["eval/held_out/reward"] for line in learning(whole) if line["step"] in (2, 4)}
     best = max(scores, key=lambda step: (scores[step], -step))
     assert (whole / "checkpoints" / "best").resolve().name == f"step-{best:06d}"
-    assert state(whole, 2)["best"] == {"metric": "eval/held_out/reward", "value": scores[2], "step": 2}
-    assert state(whole, 4)["best"] == {"metric": "eval/held_out/reward", "value": scores[best], "step": best}
+    mark = {"metric": "eval/held_out/reward", "mode": "max"}
+    assert state(whole, 2)["best"] == mark | {"value": scores[2], "step": 2}
+    assert state(whole, 4)["best"] == mark | {"value": scores[best], "step": best}
 
 
 def test_the_due_checkpoint_is_there_and_the_evaluation_is_made_up_for(experiment: Path, whole: Path) -> None:

@@ -58,6 +58,7 @@ def sets(one: str, other: str) -> list[str]:
         (["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/b/exact_match"], "is no metric of this run's evaluation; one of eval/a/reward, eval/a/response_length, eval/a/exact_match, eval/a/pass_at_k, eval/b/reward, eval/b/response_length"),
         (["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/c/reward"], "is no metric of this run's evaluation; one of eval/a/reward"),
         (["trainer.best_metric=eval/val/reward"], "error trainer.best_metric: \"eval/val/reward\": there is nothing to evaluate"),
+        ([VAL, "trainer.best_mode=min"], 'warning trainer.best_mode: "min": does nothing, for trainer.best_metric is null; name one there, or leave it out'),
         (["trainer.evaluation.n=2", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[1,4]"], "error trainer.evaluation.pass_at.1: 4: has to be between 1 and trainer.evaluation.n 2; for example 2, or set n to 4"),
     ],
 )  # fmt: skip
@@ -79,6 +80,7 @@ def test_messages(tmp_path: Path, overrides: list[str], expected: str) -> None:
         [TURNS, "rollout.multi_turn.environment=my_project.envs:Game"],
         [VAL, "trainer.best_metric=eval/train/margin", "trainer.kind=dpo", "reward=null"],
         [VAL, "trainer.best_metric=eval/train/exact_match", "trainer.kind=dpo"],
+        [VAL, "trainer.best_metric=eval/train/response_length", "trainer.best_mode=min"],
         [VAL, "trainer.best_metric=eval/train/accuracy", "trainer.kind=reward_model"],
         [VAL, "trainer.best_metric=eval/train/pass_at_2", "trainer.evaluation.n=4", "trainer.evaluation.temperature=1", "trainer.evaluation.pass_at=[2]"],
         ["data.train_files=[]", PARTS, HELD_OUT_SETS, "trainer.best_metric=eval/a/exact_match"],

@@ -1,6 +1,7 @@
 """pass@k against counting by hand, which reward scores which held-out prompts, and which evaluation is the best."""
 
 import json
+import math
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from megappo.algorithms.preferences import PairLoss
-from megappo.config.evaluation_metrics import OF_PAIRS, evaluation_metrics
+from megappo.config.evaluation_metrics import OF_PAIRS, best_mode, evaluation_metrics
+from megappo.config.trainer import BestMode, TrainerConfig
 from megappo.data.tokenizer import load_tokenizer
 from megappo.experience.sample import RolloutSample
 from megappo.trainer.best import BestEvaluation
@@ -50,6 +52,51 @@ def test_the_first_of_equal_evaluations_is_the_best_over_resumes() -> None:
     other.load_state_dict(best.state_dict())
     assert other.improves(6, {"eval/b/reward": -1.0})
     assert BestEvaluation(None).state_dict() is None and not BestEvaluation(None).improves(1, {"eval/a/reward": 1.0})
+
+
+def test_the_lowest_is_the_best_of_a_loss() -> None:
+    best = BestEvaluation("eval/a/loss", "min")
+    found = [best.improves(step, {"eval/a/loss": value}) for step, value in enumerate([0.1, 0.7, 0.9, 0.7, 0.5])]
+    assert found == [False, True, False, False, True]
+    again = BestEvaluation("eval/a/loss", "min")
+    again.load_state_dict(best.state_dict())
+    assert again.step == 4 and not again.improves(5, {"eval/a/loss": 0.6}) and again.improves(6, {"eval/a/loss": 0.4})
+
+
+@pytest.mark.parametrize(("mode", "values", "marked"), [("max", (1.0, 2.0), 5), ("min", (2.0, 1.0), 5)])
+def test_what_is_not_finite_is_never_the_best(mode: BestMode, values: tuple[float, float], marked: int) -> None:
+    nan, (worse, better) = math.nan, values
+    best = BestEvaluation("eval/a/reward", mode)
+    measured = [nan, nan, math.inf, -math.inf, worse, better, nan]
+    found = [step for step, value in enumerate(measured) if best.improves(step, {"eval/a/reward": value})]
+    assert found == [4, 5] and best.step == marked
+    of_before = BestEvaluation("eval/a/reward", mode)  # a checkpoint of a run whose first evaluation was the best
+    of_before.load_state_dict({"metric": "eval/a/reward", "mode": mode, "value": nan, "step": 2})
+    assert of_before.step is None and of_before.improves(4, {"eval/a/reward": worse})
+
+
+def test_a_mark_of_the_other_mode_counts_no_more() -> None:
+    mark = {"metric": "eval/a/loss", "value": 0.9, "step": 2}  # the highest: of a run that knew no modes
+    lowest, highest = BestEvaluation("eval/a/loss", "min"), BestEvaluation("eval/a/loss", "max")
+    for best in (lowest, highest):
+        best.load_state_dict(mark)
+    assert lowest.step is None and lowest.improves(4, {"eval/a/loss": 1.0})
+    assert highest.step == 2 and not highest.improves(4, {"eval/a/loss": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        ("eval/a/loss", "min"), ("eval/a/kl", "min"), ("eval/a/perplexity", "min"), ("eval/a/turn_errors", "min"),
+        ("eval/a/accuracy", "max"), ("eval/a/margin", "max"), ("eval/a/reward", "max"), ("eval/a/exact_match", "max"),
+        ("eval/loss/pass_at_k", "max"),  # the name of a data set
+    ],
+)  # fmt: skip
+def test_the_mode_goes_by_the_name_of_what_is_measured(metric: str, mode: BestMode) -> None:
+    trainer = TrainerConfig(run_dir="run", best_metric=metric)
+    assert best_mode(trainer) == mode
+    for told in ("max", "min"):
+        assert best_mode(trainer.model_copy(update={"best_mode": told})) == told
 
 
 class SameAnswer:
