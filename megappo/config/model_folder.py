@@ -1,6 +1,7 @@
 """What the cross-checks need to know of a Hugging Face folder, read from its config.json without torch."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,13 @@ EXPERT_ROWS = {
     "deepseek_v2": "moe_intermediate_size", "deepseek_v3": "moe_intermediate_size",
 }  # fmt: skip
 """Of families with experts, the key of their rows."""
+
+KV_HEADS = {
+    "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4, "mixtral": 8, "mistral": 8, "glm": 2, "glm4": 2,
+    "gemma2": 4, "gemma3_text": 4,
+}  # fmt: skip
+"""`num_key_value_heads` of the families' configuration classes (transformers 5.19), which a config.json without that
+key means. The other families have one for each attention head there."""
 
 ROUTER_BIAS = ("deepseek_v3",)
 """Families whose routers add a bias of each expert when they choose."""
@@ -66,6 +74,13 @@ class ModelFacts:
         return self.num_heads % ranks == 0 and self.num_kv_heads % ranks == 0
 
 
+def default_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    """The KV heads that a config.json means which gives no number of them; null is one for each attention head."""
+    if "num_key_value_heads" in config:
+        return num_heads
+    return KV_HEADS.get(str(config.get("model_type")), num_heads)
+
+
 def read_model_facts(folder: str) -> ModelFacts:
     """The facts of a Hugging Face folder; raises ModelFolderError where there is no model of a known family."""
     path = readable(folder)
@@ -104,7 +119,7 @@ def read_model_facts(folder: str) -> ModelFacts:
     return ModelFacts(
         model_type=model_type,
         num_heads=num_heads,
-        num_kv_heads=_size(config, "num_key_value_heads", default=num_heads),
+        num_kv_heads=_size(config, "num_key_value_heads", default=default_kv_heads(config, num_heads)),
         num_layers=_size(config, "num_hidden_layers"),
         max_positions=config.get("max_position_embeddings"),
         hidden_size=config.get("hidden_size"),

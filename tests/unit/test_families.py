@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from megappo.config.layout import LayoutConfig
+from megappo.config.model_folder import read_model_facts
 from megappo.errors import ConfigError, DataError
 from megappo.models.architecture import check_layout, read_model
 from megappo.models.families import FAMILIES
@@ -42,6 +43,89 @@ def test_defaults_of_the_configuration_classes() -> None:
     assert shape.num_kv_heads == 32 and not shape.tied and shape.rope_theta == 10000.0
     assert FAMILIES["qwen3"].shape(bare | {"model_type": "qwen3"}).head_dim == 128
     assert FAMILIES["qwen2"].shape(bare | {"model_type": "qwen2"}).qkv_bias
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "vocab_size": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "norm_topk_prob": True}
+QWEN_EXPERTS = EXPERTS | {"num_experts": 8, "moe_intermediate_size": 96, "decoder_sparse_step": 2}
+LATENT: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 16, "moe_intermediate_size": 96, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": 24, "n_shared_experts": 3, "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5, "rope_theta": 5e5,
+}  # fmt: skip
+THETA = {"rope_theta": 5e5}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, "sliding_window": 128, "final_logit_softcapping": 20.0}
+TOLD: dict[str, dict[str, Any]] = {
+    "llama": THETA | {"head_dim": 32},
+    "qwen2": THETA,
+    "qwen3": THETA | {"head_dim": 32},
+    "qwen2_moe": THETA | QWEN_EXPERTS | {"shared_expert_intermediate_size": 160, "qkv_bias": False},
+    "qwen3_moe": THETA | QWEN_EXPERTS | {"mlp_only_layers": [0]},
+    "mixtral": THETA | {"num_local_experts": 4, "num_experts_per_tok": 3},
+    "deepseek_v2": LATENT | {"norm_topk_prob": False},
+    "deepseek_v3": LATENT | {"n_group": 4, "topk_group": 2},
+    "mistral": THETA | {"head_dim": 32, "sliding_window": 128},
+    "phi3": THETA | {"sliding_window": 128, "partial_rotary_factor": 0.75},
+    "glm": THETA | {"head_dim": 32, "attention_bias": False, "partial_rotary_factor": 0.75},
+    "glm4": THETA | {"head_dim": 32, "attention_bias": False, "partial_rotary_factor": 0.75},
+    "gemma2": THETA | GEMMA | {"attn_logit_softcapping": 30.0},
+    "gemma3_text": THETA | GEMMA | {"rope_local_base_freq": 2e4, "layer_types": ["full_attention"] * 12},
+}
+"""What the families read beside SIZES, each at a value that is not its configuration class's."""
+THETAS = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def told(family: str) -> dict[str, Any]:
+    return {"model_type": family} | SIZES | TOLD[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [(name, key) for name in FAMILIES for key in SIZES | TOLD[name] if key != "num_hidden_layers"],
+)
+def test_a_key_that_config_json_leaves_out_has_the_configuration_classs_value(family: str, key: str) -> None:
+    """The shape without the key is that with Hugging Face's value for it; a size of the model may be asked for."""
+    bare = without(told(family), key)
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(bare)))
+    rope = theirs.rope_parameters
+    value = {key: getattr(theirs, key)} if key not in THETAS else {"rope_parameters": rope}
+    try:
+        found = FAMILIES[family].shape(bare)
+    except ConfigError as error:
+        asked = {"num_local_experts": "num_experts"}.get(key, key)
+        assert f"{asked} is missing" in str(error) and key not in ("num_key_value_heads", "head_dim")
+        return
+    assert found == FAMILIES[family].shape(without(bare, *(THETAS if key in THETAS else ())) | value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_heads_that_are_not_told_are_the_configuration_classs(family: str, tmp_path: Path) -> None:
+    """For the model as for the checks of the layout."""
+    bare = without(told(family), "num_key_value_heads")
+    theirs = transformers.AutoConfig.for_model(**bare).num_key_value_heads
+    has_latent = family.startswith("deepseek")  # all heads have keys of their own, whatever that says
+    for config, expected in (
+        (bare, 64 if has_latent else theirs), (bare | {"num_key_value_heads": None}, 64),
+        (bare | {"num_key_value_heads": 16}, 64 if has_latent else 16),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert FAMILIES[family].shape(config).num_kv_heads == expected
+        if not has_latent:
+            assert read_model_facts(str(tmp_path)).num_kv_heads == expected
+
+
+def test_kv_heads_of_a_model_of_mistrals_size() -> None:
+    """As Mistral 7B has them: 32 heads, and 8 KV heads where config.json is silent."""
+    bare = without(LLAMA, "num_key_value_heads") | {"model_type": "mistral"}
+    assert FAMILIES["mistral"].shape(bare).num_kv_heads == 8
 
 
 @pytest.mark.parametrize(
@@ -238,10 +322,6 @@ def test_routers_of_deepseek() -> None:
     assert (second.score, second.has_bias, second.norm_topk_prob, second.num_groups) == ("softmax", False, False, 1)
     limited = FAMILIES["deepseek_v2"].shape(DEEPSEEK | {"topk_method": "group_limited_greedy"}).moe
     assert limited is not None and (limited.num_groups, limited.top_groups, limited.best_of_group) == (4, 2, 1)
-
-
-def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in keys}
 
 
 BARE_DEEPSEEK = without(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from megappo.config.model_folder import default_kv_heads
 from megappo.errors import ConfigError
 from megappo.models.weight_map import Head, WeightMap
 
@@ -249,7 +250,7 @@ def read_shape(config: HFConfig, *, qkv_bias: bool, qk_norm: bool, default_tied:
     """The shape from the keys that all families share."""
     refuse_unless(config, "hidden_act", "silu")
     num_heads, hidden_size = int(required(config, "num_attention_heads")), int(required(config, "hidden_size"))
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_kv_heads = int(config.get("num_key_value_heads") or default_kv_heads(config, num_heads))
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"

@@ -9,7 +9,7 @@ from megappo.models.weight_map import Head, WeightMap
 
 def _glm_shape(config: HFConfig) -> ModelShape:
     # The configuration classes' values where config.json has none.
-    config = {"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, **config}
+    config = {"head_dim": 128, "attention_bias": True, **config}
     shape = read_shape(config, qkv_bias=bool(config["attention_bias"]), qk_norm=False, default_tied=False)
     return replace(shape, rotary_percent=read_rotary_percent(config, default=0.5), rotary_interleaved=True)
 
