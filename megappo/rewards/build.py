@@ -204,7 +204,8 @@ class RewardScorer:
         token_scores: list[tuple[float, ...] | None] = [None] * len(samples)
         for part in self._config.parts:
             values: list[float] = []
-            for index, outcome in enumerate(outcomes[part.name]):
+            own = [_of_policy(outcome, sample) for outcome, sample in zip(outcomes[part.name], samples, strict=True)]
+            for index, outcome in enumerate(own):
                 if isinstance(outcome, FailedReward):
                     failed.append(outcome)
                     values.append(self._config.failed_score)
@@ -215,10 +216,7 @@ class RewardScorer:
                 if outcome.token_scores is not None:
                     token_scores[index] = _added(token_scores[index], part.weight, outcome.token_scores)
             parts[part.name] = values
-            landing = [
-                outcome.score if isinstance(outcome, Reward) else self._config.failed_score
-                for outcome in outcomes[part.name]
-            ]
+            landing = [outcome.score if isinstance(outcome, Reward) else self._config.failed_score for outcome in own]
             scores = [total + part.weight * value for total, value in zip(scores, landing, strict=True)]
         has_token_scores = any(values is not None for values in token_scores)
         return ScoredBatch(scores, parts, details, failed, token_scores if has_token_scores else None)
@@ -234,6 +232,15 @@ class RewardScorer:
 
 def _is_same(begun: RolloutSample, sample: RolloutSample) -> bool:
     return begun.prompt == sample.prompt and begun.response_ids == sample.response_ids and begun.text == sample.text
+
+
+def _of_policy(outcome: Outcome, sample: RolloutSample) -> Outcome:
+    """The outcome without rewards of tokens that an environment put in, which no estimator sees: dropped here, they are
+    in none of the numbers that say what the sample is worth."""
+    if isinstance(outcome, FailedReward) or outcome.token_scores is None or sample.mask is None:
+        return outcome
+    own = tuple(value if is_own else 0.0 for value, is_own in zip(outcome.token_scores, sample.mask, strict=True))
+    return dataclasses.replace(outcome, token_scores=own)
 
 
 def _added(sums: tuple[float, ...] | None, weight: float, values: Sequence[float]) -> tuple[float, ...]:

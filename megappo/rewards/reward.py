@@ -15,7 +15,7 @@ class Reward:
     of single tokens.
 
     `score` lands on the last response token. `token_scores` has one float for each of `sample.response_ids`, each of
-    which lands on its token: `ExperienceBatch.token_scores`.
+    which lands on its token: `ExperienceBatch.token_scores`. Those of an environment's tokens are not taken.
     """
 
     score: float
@@ -51,7 +51,7 @@ class ScoredBatch:
     `scores` the weighted sums · `parts` each part's own scores before weighting, by its name, its tokens' rewards added
     up · `details` what the parts told about each sample, by part · `failed` the parts that got `reward.failed_score`
     instead of a score · `token_scores` the weighted sums of the tokens' rewards of each sample that has any (None where
-    no sample has).
+    no sample has), 0 at tokens that an environment put in.
     """
 
     scores: list[float]
@@ -62,7 +62,8 @@ class ScoredBatch:
 
     @property
     def totals(self) -> list[float]:
-        """The scores with the rewards of the sample's single tokens: all that a sample is worth."""
+        """The scores with the rewards of the sample's single tokens: all that a sample is worth, wherever one number is
+        asked for. Training shapes the scores among them."""
         if self.token_scores is None:
             return self.scores
         return [score + sum(tokens or ()) for score, tokens in zip(self.scores, self.token_scores, strict=True)]

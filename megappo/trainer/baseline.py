@@ -43,8 +43,8 @@ class GreedyBaseline:
         scored = self.reward.score(greedy).batch
         token_rows = scored.token_scores or [None] * len(greedy)
         for sample, score, tokens in zip(greedy, scored.scores, token_rows, strict=True):
-            counted = policy_token_sum(sample, tokens)
-            local[sample.position] = torch.tensor([score, counted, len(sample.response_ids)], dtype=torch.float64)
+            row = [score, sum(tokens or ()), len(sample.response_ids)]
+            local[sample.position] = torch.tensor(row, dtype=torch.float64)
         rows = sum_over(self.mesh.dp_group, self.mesh.device)(local).tolist()
         found = [GreedyScore(score, token_score, int(length)) for score, token_score, length in rows]
         return [dataclasses.replace(sample, greedy=found[sample.position // self.num_samples]) for sample in samples]
@@ -60,11 +60,3 @@ class NoBaseline:
         self, samples: Sequence[RolloutSample], greedy: Sequence[RolloutSample], num_prompts: int
     ) -> list[RolloutSample]:
         return list(samples)
-
-
-def policy_token_sum(sample: RolloutSample, token_scores: Sequence[float] | None) -> float:
-    """Sum of the tokens' rewards that count in R: those of tokens that the policy produced."""
-    if token_scores is None:
-        return 0.0
-    mask = sample.mask if sample.mask is not None else (True,) * len(token_scores)
-    return sum(value for value, own in zip(token_scores, mask, strict=True) if own)

@@ -12,7 +12,8 @@ from megappo.algorithms.masked import one_rank
 from megappo.config.algorithm import AlgorithmConfig
 from megappo.config.reward import RewardConfig
 from megappo.experience.sample import Prompt, RolloutSample
-from megappo.rewards.reward import ScoredBatch
+from megappo.rewards.build import build_reward
+from megappo.rewards.reward import Reward
 from megappo.trainer.advantages import AdvantagePhase
 from megappo.trainer.baseline import GreedyBaseline
 from megappo.workers.reward import ScoredSamples
@@ -28,13 +29,18 @@ class Made:
 
     def __init__(self, of_tokens: bool) -> None:
         self._of_tokens = of_tokens
+        part = {"name": "made", "kind": "implicit", "policy": "policy"}
+        self._scorer = build_reward(RewardConfig.model_validate({"parts": (part,)}))
 
     def score(self, samples: Sequence[RolloutSample]) -> ScoredSamples:
-        scores = [float(sample.response_ids[0]) for sample in samples]
-        tokens = [tuple(0.5 * token for token in sample.response_ids) for sample in samples]
-        return ScoredSamples(
-            ScoredBatch(scores, {}, [{} for _ in samples], [], list(tokens) if self._of_tokens else None), None
-        )
+        found = [
+            Reward(
+                float(sample.response_ids[0]),
+                token_scores=tuple(0.5 * token for token in sample.response_ids) if self._of_tokens else None,
+            )
+            for sample in samples
+        ]
+        return ScoredSamples(self._scorer.score(samples, models={"made": found}), None)
 
 
 def response(position: int, *ids: int, mask: tuple[bool, ...] | None = None) -> RolloutSample:
