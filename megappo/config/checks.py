@@ -1,10 +1,10 @@
 """Rules across sections that need no files and no machine, and `check_experiment`, which asks all rules.
 
-Rules about the algorithm are in `checks_algorithm.py`, its settings that do nothing in `checks_idle.py`, about model
-folders, data files and the layout in `checks_layout.py`, packed and dynamic micro-batches in `checks_packing.py`, the
-generation layout in `checks_hybrid.py`, context parallelism in `checks_context.py`, vLLM's settings in
-`checks_vllm.py`, what is kept in memory in `checks_memory.py`, parameters that ranks share in `checks_fsdp.py`, the
-optimizer in `checks_optim.py`, batch sizes in `divisibility.py`.
+Rules about the algorithm are in `checks_algorithm.py`, its settings that do nothing in `checks_idle.py`, those of parts
+that a run does not have in `checks_unread.py`, about model folders, data files and the layout in `checks_layout.py`,
+packed and dynamic micro-batches in `checks_packing.py`, the generation layout in `checks_hybrid.py`, context
+parallelism in `checks_context.py`, vLLM's settings in `checks_vllm.py`, what is kept in memory in `checks_memory.py`,
+parameters that ranks share in `checks_fsdp.py`, the optimizer in `checks_optim.py`, batch sizes in `divisibility.py`.
 """
 
 from megappo.config.checks_algorithm import algorithm_problems
@@ -20,6 +20,7 @@ from megappo.config.checks_optim import optim_problems
 from megappo.config.checks_packing import packing_problems
 from megappo.config.checks_reward import reward_problems
 from megappo.config.checks_sets import experience_problems, set_problems
+from megappo.config.checks_unread import unread_problems
 from megappo.config.checks_vllm import vllm_problems
 from megappo.config.divisibility import divisibility_problems
 from megappo.config.experiment import ExperimentConfig
@@ -71,6 +72,9 @@ def check_experiment(config: ExperimentConfig, world_size: int | None = None) ->
         *lora_problems(config),
         *divisibility_problems(config, data_parallel_size(config, world_size) or 1),
     ]
+    told = {problem.path for problem in problems}
+    unread = unread_problems(config, data_parallel_size(config, world_size))
+    problems += [problem for problem in unread if problem.path not in told]
     return sorted(problems, key=lambda problem: problem.severity is Severity.WARNING)
 
 

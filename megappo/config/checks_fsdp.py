@@ -37,7 +37,8 @@ def _roles(config: ExperimentConfig) -> Iterator[Role]:
 
 
 def _unused_problems(name: str, fsdp: RefFsdpConfig, _: object, __: str, missing: str | None) -> list[Problem]:
-    changed = sorted(fsdp.model_fields_set - {"enable"})
+    fields = type(fsdp).model_fields
+    changed = sorted(key for key in fields if key != "enable" and getattr(fsdp, key) != fields[key].default)
     if fsdp.enable and missing is not None:
         reason = f"does nothing, for {missing}"
         return [Problem(f"{name}.fsdp.enable", "true", reason, "leave it out", Severity.WARNING)]

@@ -52,7 +52,8 @@ def _role_problems(config: ExperimentConfig, path: str, lora: LoraConfig) -> lis
 
 
 def _unused_problems(path: str, lora: LoraConfig) -> list[Problem]:
-    changed = sorted(lora.model_fields_set - {"rank"})
+    fields = LoraConfig.model_fields
+    changed = sorted(key for key in fields if key != "rank" and getattr(lora, key) != fields[key].default)
     if not changed:
         return []
     name = f"{path}.{changed[0]}"

@@ -78,8 +78,6 @@ def test_each_rule(tmp_path: Path, overrides: list[str], expected: str) -> None:
         ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "layout.pp=2"],
         ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full", "layout.pp=2"],
         ["actor.entropy_coeff=0.01", "actor.entropy_decay_steps=10"],
-        # A role that is not built has no batch sizes that must divide.
-        ["algorithm.adv_estimator=remax", "critic.ppo_mini_batch_size=5"],
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:

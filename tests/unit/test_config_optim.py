@@ -57,8 +57,6 @@ def test_each_rule(tmp_path: Path, overrides: str, expected: str) -> None:
         "actor.optim.grad_reduce_in_fp32=false",
         f"{AWARE} {BF16} {REDUCE} {GATHER} actor.optim.exp_avg_dtype=bfloat16 actor.optim.exp_avg_sq_dtype=float16 actor.optim.main_params_dtype=float16",
         f"{AWARE} {BF16} actor.optim.main_grads_dtype=bfloat16 actor.optim.grad_reduce_in_fp32=false",
-        # A role that is not built.
-        "critic.optim.overlap_param_gather=true algorithm.adv_estimator=grpo rollout.n=2",
     ],
 )
 def test_what_is_allowed(tmp_path: Path, overrides: str) -> None:
