@@ -29,8 +29,8 @@ HEADER = """\
 An experiment file is YAML. `base: other.yaml`, a path as seen from the file, takes over another file's settings:
 sections merge, everything else, lists included, is replaced. `a.b=c` on the command line is laid over the file; a
 number in the path is the place in a list (`reward.parts.0.weight=2`). Unknown keys are errors. What is not set has the
-default of this page, whatever else of its section is set. What is set for a part that a run does not have, or has turned
-off (a critic, a reference, a KL, replay, …), is told as a warning.
+default of this page, whatever else of its section is set. What is set for a part that a run does not have, or has
+turned off (a critic, a reference, a KL, replay, …), is told as a warning.
 A file with `stages` is [several runs](preferences.md#stages), one after another.
 `megappo show-config FILE` prints the result with all defaults; `megappo validate FILE` checks it and prints how its
 batches are cut.
