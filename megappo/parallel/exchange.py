@@ -3,13 +3,17 @@
 Which rank sends what is the caller's plan, known to sender and receiver alike. Not here: what the rows mean.
 """
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,21 @@ class RowExchange:
         dist.all_to_all_single(received, sent.contiguous(), received_sizes, sent_sizes, group=self._group)
         self.received_bytes += received.nbytes
         return received
+
+
+def exchange_objects(values: Sequence[T], peers: Sequence[int], group: ProcessGroup) -> list[T]:
+    """`values[i]` goes to rank `peers[i]` of the group; what each of the peers has for this rank comes back, in their
+    order. Pickled. The peers of a rank, itself among them, ascend and are each other's; every rank of the group makes
+    the call, whichever peers it has."""
+    assert len(values) == len(peers) and list(peers) == sorted(peers), "one value for each peer, and these ascend"
+    contents = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+    row_of = {peer: (row,) for row, peer in enumerate(peers)}
+    sends = tuple(row_of.get(rank, ()) for rank in range(group.size()))
+    exchange = RowExchange(group, Routes(sends, tuple(len(rows) for rows in sends)))
+    lengths = torch.tensor([len(content) for content in contents], dtype=torch.int64)
+    arrived = exchange.fixed(lengths)
+    received = exchange.ragged(torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8), lengths, arrived)
+    return [pickle.loads(bytes(part.numpy())) for part in received.split(arrived.tolist())]
 
 
 def _sums(lengths: Tensor, counts: Sequence[int]) -> list[int]:

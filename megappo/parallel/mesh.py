@@ -96,6 +96,12 @@ class Mesh:
         return rank_grid(self.tp, self.pp, self.dp, self.cp)
 
     @property
+    def dp_peers(self) -> list[int]:
+        """Global ranks of `dp_group`, by data-parallel rank, ascending."""
+        peers: list[int] = self.grid[self.pp_rank, :, self.cp_rank, self.tp_rank].tolist()
+        return peers
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 

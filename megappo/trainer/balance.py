@@ -61,11 +61,10 @@ class Balance:
 
     def _moved(self, batch: ExperienceBatch, dealt: Sequence[Sequence[int]]) -> ExperienceBatch:
         owner = {position: dp_rank for dp_rank, positions in enumerate(dealt) for position in positions}
-        peers = self.mesh.grid[self.mesh.pp_rank, :, self.mesh.cp_rank, self.mesh.tp_rank].tolist()
         sends: list[tuple[int, ...]] = [()] * self.mesh.world_size
         receives = [0] * self.mesh.world_size
         own = batch.positions.tolist()
-        for dp_rank, peer in enumerate(peers):
+        for dp_rank, peer in enumerate(self.mesh.dp_peers):
             sends[peer] = tuple(row for row, position in enumerate(own) if owner[position] == dp_rank)
             had = self.plan.positions_of(dp_rank)
             receives[peer] = sum(owner[position] == self.mesh.dp_rank for position in had)

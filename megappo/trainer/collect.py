@@ -14,6 +14,7 @@ from megappo.data.feed import PromptFeed
 from megappo.errors import ConfigError
 from megappo.experience.sample import RolloutSample
 from megappo.parallel.collectives import gather_objects, sum_over
+from megappo.parallel.exchange import exchange_objects
 from megappo.parallel.mesh import Mesh
 from megappo.planner.batch import BatchPlan
 from megappo.trainer.baseline import GreedyBaseline, NoBaseline
@@ -157,7 +158,7 @@ def _values(scored: ScoredSamples, metric: str) -> Sequence[float]:
 def dealt_again(lots: Sequence[Collected], chosen: Sequence[tuple[int, int]], plan: BatchPlan, mesh: Mesh) -> Collected:
     """The groups `chosen`, each a (lot, prompt), as the prompts 0, 1, … of one step: this rank's share of them.
 
-    Travels as pickled objects: no more than one step's samples. A collective call over the data-parallel ranks.
+    A sample travels to the rank that trains on it and no other, pickled. A collective call over the world.
     """
     prompts = {group: prompt for prompt, group in enumerate(chosen)}
     samples: list[RolloutSample] = []
@@ -169,8 +170,20 @@ def dealt_again(lots: Sequence[Collected], chosen: Sequence[tuple[int, int]], pl
             position = prompts[number, sample.position // plan.n] * plan.n + sample.sample
             samples.append(dataclasses.replace(sample, position=position))
         scores.append(taken(lot.scored, rows))
-    parts = gather_objects((samples, joined_rows(scores)), mesh.dp_group)
+    parts = [(samples, joined_rows(scores))]
+    if mesh.dp_group.size() > 1:
+        shares = [share_of(*parts[0], plan.positions_of(dp_rank)) for dp_rank in range(mesh.dp)]
+        parts = exchange_objects(shares, mesh.dp_peers, mesh.world_group)
     everything = [sample for part, _ in parts for sample in part]
     row_at = {sample.position: row for row, sample in enumerate(everything)}
     mine = [row_at[position] for position in plan.positions_of(mesh.dp_rank)]
     return Collected([everything[row] for row in mine], taken(joined_rows([scored for _, scored in parts]), mine))
+
+
+def share_of(
+    samples: Sequence[RolloutSample], scored: ScoredSamples, positions: Sequence[int]
+) -> tuple[list[RolloutSample], ScoredSamples]:
+    """The samples at `positions`, perhaps none, and their scores, which keep all columns."""
+    wanted = set(positions)
+    rows = [row for row, sample in enumerate(samples) if sample.position in wanted]
+    return [samples[row] for row in rows], taken(scored, rows)
