@@ -1,6 +1,7 @@
 """Whole runs through the command line: a tiny experiment, starting `megappo`, and reading what a run leaves."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -142,6 +143,24 @@ def learning(run: Path, after: int = 0) -> list[dict[str, Any]]:
         for line in metrics(run)
         if line["step"] > after
     ]
+
+
+def differing_metrics(
+    run: Path, whole: Path, after: int = 0, *, limit: float = 0.0, without: tuple[str, ...] = ()
+) -> dict[int, list[str]]:
+    """Step → the metrics of `run` that `whole` has otherwise: one of the two has no such metric, or they differ by more
+    than `limit`, as a part of the larger or in itself. Of the steps after `after`; those that begin with `without`
+    need only be there."""
+    expected = {int(line["step"]): line for line in learning(whole)}
+    found = {}
+    for mine in learning(run, after):
+        theirs = expected[int(mine["step"])]
+        found[int(mine["step"])] = [
+            name for name in sorted(mine.keys() | theirs.keys())
+            if not (name in mine and name in theirs)
+            or not (name.startswith(without) or math.isclose(mine[name], theirs[name], rel_tol=limit, abs_tol=limit))
+        ]  # fmt: skip
+    return found
 
 
 def status(run: Path) -> dict[str, Any]:
