@@ -48,7 +48,9 @@ def test_every_variant_is_a_sound_experiment(name: str) -> None:
     problems = check_experiment(config, 1)
     # The demo's files are there only after `make demo`.
     missing = ("model.path", "data.train_files", "data.val_files")
-    assert [problem.text() for problem in problems if not problem.path.startswith(missing)] == []
-    assert all(problem.severity is Severity.ERROR for problem in problems)
+    others = [problem for problem in problems if not problem.path.startswith(missing)]
+    # What the file says of the critic, or of a controller, that a variant turns off.
+    assert [problem.text() for problem in others if "does nothing" not in problem.reason] == []
+    assert all(problem.severity is Severity.WARNING for problem in others)
     assert config.needs_reference
     assert Path(tool.FILE).is_relative_to(ROOT)
