@@ -17,8 +17,7 @@ if [[ "${NNODES:-1}" != 1 || -n "${MASTER_PORT:-}" ]]; then
     meeting+=(--master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
 fi
 
-exec "${PYTHON:-$here/../.venv/bin/python}" -m torch.distributed.run \
+exec "${PYTHON:-$here/../.venv/bin/python}" "$here/torchrun.py" "${STOP_GRACE_SECONDS:-600}" \
     --nproc-per-node "${NPROC:-gpu}" \
     "${meeting[@]}" \
-    --shutdown-timeout "${STOP_GRACE_SECONDS:-600}" \
     -m megappo train "$@"
