@@ -67,16 +67,26 @@ def _of_patterns(content: Mapping[str, Any], folder: str) -> Iterator[str]:
     rank, alpha = content.get("r"), content.get("lora_alpha")
     if not any(patterns.values()) or not rank or not alpha:
         return
-    for module in _modules(folder) or [key for pattern in patterns.values() for key in pattern]:
+    for module in _parameters(_modules(folder)) or [key for pattern in patterns.values() for key in pattern]:
         expert = _EXPERT.fullmatch(module)
         if expert is not None:  # PEFT fuses them: gate's and up's are one of twice the rank
             module = f"{expert[1]}.{'down_proj' if expert[2] in ('down_proj', 'w2') else 'gate_up_proj'}"
         own_rank, own_alpha = (
             _matched(patterns[name], module, default) for name, default in (("rank", rank), ("alpha", alpha))
         )
-        is_fused = expert is not None or module.endswith("experts.gate_up_proj")
+        is_fused = expert is not None or module.endswith(("experts.gate_up_proj", "experts.down_proj"))
         if own_alpha * rank != alpha * own_rank if is_fused else (own_rank, own_alpha) != (rank, alpha):
             yield f"rank {own_rank} and alpha {own_alpha} of {module} (rank_pattern, alpha_pattern)"
+
+
+def _parameters(modules: Sequence[str]) -> list[str]:
+    """`modules`, with fused experts' parameters for their module, which a file names alike whichever of them it is."""
+    found: list[str] = []
+    for module in modules:
+        experts = module.removesuffix(".base_layer")
+        is_fused = experts.endswith(".experts")
+        found += [f"{experts}.gate_up_proj", f"{experts}.down_proj"] if is_fused else [module]
+    return found
 
 
 def _matched(pattern: Mapping[str, Any], module: str, default: float) -> Any:

@@ -12,7 +12,8 @@ from megappo.errors import DataError
 from megappo.models.adapter_map import PEFT_PREFIX, adapter_map, adapter_targets
 from megappo.models.architecture import ModelSpec
 from megappo.models.attach_lora import attached_lora
-from megappo.models.hf_folder import ADAPTER_WEIGHTS, SafetensorsReader
+from megappo.models.fused_adapters import AdapterReader
+from megappo.models.hf_folder import SafetensorsReader
 from megappo.models.import_hf import fill
 from megappo.models.stage_parameters import stage_parameters
 from megappo.models.weight_map import Head, Shape
@@ -31,7 +32,7 @@ def import_adapter(model: nn.Module, spec: ModelSpec, mesh: Mesh, folder: str | 
     assert lora is not None, "the model has no adapters"
     base = spec.family.weight_map(spec.shape, head)
     weight_map = adapter_map(base, adapter_targets(base, lora.target_modules, setting), lora, head)
-    with SafetensorsReader(Path(folder), ADAPTER_WEIGHTS) as reader:
+    with AdapterReader(Path(folder), dict(weight_map.tensors), lora.rank) as reader:
         _check_names(reader, weight_map.tensors, setting)
         for parameter in stage_parameters(model, weight_map, is_partial=True):
             if all(name in reader.names or not _is_head(name) for name in parameter.rule.sources):

@@ -31,3 +31,8 @@ def fill_adapters(model: nn.Module, spec: ModelSpec, mesh: Mesh, seed: int = 0, 
                 noise = torch.randn(weight_map.tensors[segment.source], generator=torch.Generator().manual_seed(key))
                 item.tensor[start : start + segment.length] += size * noise[segment.start :][: segment.length]
             start += segment.length
+
+
+def random_tokens() -> torch.Tensor:
+    """[2, 20], the same everywhere."""
+    return torch.randint(4, 99, (2, 20), generator=torch.Generator().manual_seed(0))
