@@ -1,6 +1,7 @@
 """The protocol of a generation engine, and what goes in and out. Imports neither megatron nor vllm."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -166,6 +167,16 @@ class ReturnsMemory(Protocol):
     @property
     def absent(self) -> AbsentBytes:
         """What it has given back of what torch counts as allocated."""
+        ...
+
+
+@runtime_checkable
+class LendsMemory(Protocol):
+    """An engine whose memory training can have for a while within the engine's turn."""
+
+    def memory_lent(self) -> AbstractContextManager[None]:
+        """While inside, nothing is generated; afterwards the engine has the weights of its turn. Every rank of the
+        world calls it together, between `sync_weights` and `release`."""
         ...
 
 

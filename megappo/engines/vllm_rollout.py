@@ -7,8 +7,8 @@ import megappo.parallel.runtime  # noqa: F401  # isort: skip  before megatron
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -158,10 +158,7 @@ class VLLMRolloutEngine:
                 with self._memory.of_others():
                     self.when_copied()
             self._memory.wake_cache()
-            was_reset = self._llm.reset_prefix_cache()
-            if self._experts is not None:
-                self._experts.clear()
-        assert was_reset, "vLLM still computes something, and its cache can't be emptied"
+            self._empty_cache()
         self._has_turn = True
         return SyncReport(
             bytes_aliased=moved.aliased,
@@ -175,6 +172,27 @@ class VLLMRolloutEngine:
             extra_bytes=moved.extra_bytes,
             held=self._memory.held,
         )
+
+    def _empty_cache(self) -> None:
+        was_reset = self._llm.reset_prefix_cache()
+        assert was_reset, "vLLM still computes something, and its cache can't be emptied"
+        if self._experts is not None:
+            self._experts.clear()
+
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        """While inside, between `sync_weights` and `release`, training has the memory of the cache, and nothing can be
+        generated; afterwards the engine goes on with its weights and an empty cache. A collective call."""
+        assert self._has_turn, "memory is lent by an engine that has none; call sync_weights first"
+        self._has_turn = False
+        with process_state_kept():
+            is_lent = self._memory.lend()
+        yield
+        if is_lent:
+            with process_state_kept():
+                self._memory.take_back()
+                self._empty_cache()
+        self._has_turn = True
 
     def _moved(self) -> tuple[Moved, float]:
         """What the transfer moved, and the seconds that it took on the device."""

@@ -67,7 +67,9 @@ def probe(rollout: RolloutWorker, actor: ActorWorker, prompts: Sequence[Prompt],
     except FloatingPointError:  # on all ranks alike
         return Probe(math.inf, math.inf, None)
     batch = ExperienceBatch.from_samples(samples)
-    return compare(samples, actor.log_probs_now(batch)[batch.response_mask], mesh)
+    with rollout.memory_lent():
+        log_probs = actor.log_probs_now(batch)
+    return compare(samples, log_probs[batch.response_mask], mesh)
 
 
 def compare(samples: Sequence[RolloutSample], trainer: Tensor, mesh: Mesh) -> Probe:

@@ -5,7 +5,8 @@ Which replica generates what is in `dealing.py`, how responses travel in `respon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +20,7 @@ from megappo.engines.rollout import (
     CopiesWeights,
     GenerationRequest,
     HeldBytes,
+    LendsMemory,
     Progress,
     ReturnsMemory,
     RolloutEngine,
@@ -151,6 +153,18 @@ class RolloutWorker:
         self._weights.rest()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the engine takes memory that is not torch's; waits for the copies
+
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        """While inside, training computes in the engine's turn, with what memory the engine can spare. Every rank of
+        the world calls it, after `sync_weights`; an exception ends the turn."""
+        if not isinstance(self.engine, LendsMemory):
+            yield
+            return
+        with self.engine.memory_lent():
+            yield
+            if self._weights is not None and isinstance(self.engine, CopiesWeights):
+                self._weights.rest()  # what was brought back for it makes room
 
     def release(self) -> None:
         """Gives the turn back to training."""

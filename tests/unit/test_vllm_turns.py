@@ -19,15 +19,16 @@ from megappo.config.grid import TrainingGrid
 from megappo.config.rollout import RolloutConfig
 from megappo.engines import vllm_rollout
 from megappo.engines.hybrid.execute import Moved
-from megappo.engines.rollout import HeldBytes
+from megappo.engines.rollout import HeldBytes, SamplingParams
 from megappo.engines.vllm.direct import DirectTransfer
 from megappo.engines.vllm.transfer import LoadTransfer
 from megappo.engines.vllm_rollout import VLLMRolloutEngine
+from megappo.errors import ConfigError
 
 TOTAL = 10**6
 SECONDS = {
-    "gather": 8.0, "sleep 2": 4.0, "wake weights": 1.0, "transfer": 2.0, "copied": 0.0, "wake kv_cache": 0.5,
-    "reset": 0.25,
+    "gather": 8.0, "sleep 1": 16.0, "sleep 2": 4.0, "wake weights": 1.0, "transfer": 2.0, "copied": 0.0,
+    "wake kv_cache": 0.5, "reset": 0.25,
 }  # fmt: skip
 SWITCH = ["gather", "wake weights", "transfer", "wake kv_cache", "reset"]
 WEIGHTS, CACHE, FIXED = 100, 1000, 10
@@ -170,6 +171,48 @@ def test_training_makes_room_before_the_cache_comes(
         assert device.calls == [*SWITCH[:3], *(["copied"] if way == "load" else []), *SWITCH[3:]]
         assert held == HeldBytes(FIXED, FIXED + WEIGHTS, FIXED + WEIGHTS + CACHE)
         engine.release()
+
+
+@pytest.mark.parametrize("way", ["direct", "load"])
+def test_memory_is_lent_within_a_turn(
+    way: Literal["direct", "load"], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Level 1, which keeps the weights that the transfer has written; nothing is transferred again, and nothing found
+    in the cache. What training takes and keeps meanwhile is not the engine's."""
+    engine = make(device, monkeypatch, way)
+    flat = HeldBytes(FIXED, FIXED + WEIGHTS, FIXED + WEIGHTS + CACHE)
+    for _ in range(2):
+        assert engine.sync_weights().held == flat
+        device.calls.clear()
+        with engine.memory_lent():
+            assert device.calls == ["sleep 1"] and device.engine == FIXED
+            assert engine.absent.now == WEIGHTS + CACHE
+            with pytest.raises(AssertionError, match="while training has its turn"):
+                engine.generate([], SamplingParams())
+            device.training += 2000
+        assert device.calls == ["sleep 1", "wake weights", "wake kv_cache", "reset"]
+        assert device.engine == FIXED + WEIGHTS + CACHE and engine.absent.now == 0
+        engine.release()
+        assert device.calls[-1] == "sleep 2"
+    with pytest.raises(AssertionError, match="call sync_weights first"), engine.memory_lent():
+        pass
+
+
+def test_an_engine_that_keeps_its_memory_lends_none(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(device, monkeypatch, "direct", free_cache=False)
+    engine.sync_weights()
+    device.calls.clear()
+    with engine.memory_lent():
+        assert device.engine == FIXED + WEIGHTS + CACHE
+    assert device.calls == []
+
+
+def test_training_that_keeps_what_it_was_lent_is_told_so(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(device, monkeypatch, "load")
+    engine.sync_weights()
+    with pytest.raises(ConfigError, match=r"vLLM's cache of .* does not fit beside what training keeps"):  # noqa: SIM117
+        with engine.memory_lent():
+            device.training = TOTAL - device.engine - WEIGHTS - CACHE + 1
 
 
 def test_an_engine_that_keeps_its_memory_is_only_filled(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

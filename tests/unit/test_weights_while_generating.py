@@ -1,6 +1,7 @@
 """Where training's parameters are while an engine with weights of its own generates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,22 @@ class Engine:
         self.copy: torch.Tensor | None = None
         self._uses_training = uses_training
         self.when_copied: Callable[[], None] = lambda: None
+        self.lent = False
+        self.resident: Callable[[], int] = lambda: 0
+        self.resident_after = 0
 
     def sync_weights(self) -> SyncReport:
         self.copy = self.weights.clone()
         if not self._uses_training:
             self.when_copied()
         return SyncReport(bytes_aliased=0, bytes_copied=self.copy.nbytes, bytes_sent=0, seconds=0.0)
+
+    @contextmanager
+    def memory_lent(self) -> Iterator[None]:
+        self.lent = True
+        yield
+        self.lent = False
+        self.resident_after = self.resident()
 
     def worst_tensor(self) -> WorstTensor | None:
         assert self.copy is not None
@@ -61,6 +72,30 @@ def test_offloaded_parameters_are_out_where_the_engine_has_copies(uses_training:
         worker.release()
         memory.rest()
         assert memory.device_bytes("params") == 0
+
+
+@pytest.mark.parametrize("uses_training", [True, False])
+def test_what_a_check_brought_back_is_out_before_the_engine_takes_its_memory(uses_training: bool) -> None:
+    """But for parameters that the engine uses where they lie."""
+    weights = WEIGHTS.clone()
+    memory = RoleMemory({"params": lambda: [weights]}, ["params"], torch.device("cpu"))
+    engine = Engine(weights, uses_training=uses_training)
+    engine.resident = lambda: memory.device_bytes("params")
+    worker = worker_of(engine, memory)
+    worker.sync_weights()
+    with worker.memory_lent():
+        assert engine.lent
+        memory.need("params")
+        assert torch.equal(weights, WEIGHTS)
+    assert not engine.lent
+    assert engine.resident_after == (weights.nbytes if uses_training else 0)
+
+
+def test_an_engine_that_lends_nothing_goes_on() -> None:
+    weights = WEIGHTS.clone()
+    engine: Any = SimpleNamespace(replicas=Replicas(((0,),)))
+    with worker_of(engine, RoleMemory({"params": lambda: [weights]}, [], torch.device("cpu"))).memory_lent():
+        pass
 
 
 def test_a_comparison_brings_them_back() -> None:

@@ -59,10 +59,29 @@ class EngineMemory:
         if not self._sleeps:
             self._now = self._measured()
             return
+        self._sleep(self._level)
+
+    def _sleep(self, level: int) -> None:
         before = self._measured()
-        self._llm.sleep(level=self._level)
+        self._llm.sleep(level=level)
         self._now = self._measured()
         self.absent.become(max(0, before - self._now))
+
+    def lend(self) -> bool:
+        """Within a turn, gives training what the cache takes of the device; whether there is anything to lend.
+
+        A sleep of level 1: weights of the engine's own wait in host memory and come back to where they were, which
+        captured graphs read; those that are training's memory are not its to move.
+        """
+        if self._sleeps:
+            self._sleep(1)
+        return self._sleeps
+
+    def take_back(self) -> None:
+        """The end of `lend`: the cache is there again, with anything in it. A collective call over the world. Raises
+        ConfigError on all ranks where training has kept so much that a rank has no room for it."""
+        self.wake_weights()
+        self.wake_cache()
 
     def wake_weights(self) -> None:
         self._begin_turn()
