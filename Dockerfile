@@ -1,7 +1,8 @@
 # megappo on CUDA 13 and Python 3.12. launch/container.sh builds and runs it.
 #
-# Not tried: this file was never built, nor was the Apex step run. The versions are those that ran together on an H200,
-# and Transformer Engine's torch extension was compiled there with the same settings.
+# Not tried: this file was never built, nor was the Apex step run. The versions are those of requirements/constraints-gpu.txt,
+# of which torch, vLLM, megatron-core and Transformer Engine ran together on an H200; Transformer Engine's torch extension
+# was compiled there with the same settings.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 # An index of CUDA 13 wheels of torch, where the one that pip looks at has another CUDA.
@@ -16,7 +17,9 @@ RUN apt-get update \
     && python3.12 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.11.0 \
+COPY requirements/constraints-gpu.txt /opt/
+ENV PIP_CONSTRAINT=/opt/constraints-gpu.txt
+RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
     && python -c "import torch; v = torch.version.cuda; assert v and v.startswith('13'), f'torch for CUDA {v}: set TORCH_INDEX'"
 
 # Later releases of Transformer Engine need a newer cuBLAS than torch 2.11 brings. Its torch extension is source only, and
@@ -24,7 +27,7 @@ RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.11.0 \
 RUN pip install setuptools wheel packaging pybind11 \
     && CPLUS_INCLUDE_PATH="$(ls -d /opt/venv/lib/python3.12/site-packages/nvidia/*/include | tr '\n' ':')" \
        CUDA_HOME=/usr/local/cuda NVTE_FRAMEWORK=pytorch MAX_JOBS="$MAX_JOBS" \
-       pip install --no-build-isolation "transformer-engine[core-cu13,pytorch]==2.12.0"
+       pip install --no-build-isolation "transformer-engine[core-cu13,pytorch]"
 
 RUN if [ -n "$APEX_REF" ]; then \
         git clone https://github.com/NVIDIA/apex /tmp/apex && git -C /tmp/apex checkout "$APEX_REF" \
@@ -33,9 +36,11 @@ RUN if [ -n "$APEX_REF" ]; then \
         && rm -rf /tmp/apex; \
     fi
 
+RUN pip install torch vllm megatron-core
+
 COPY setup.py pyproject.toml /opt/megappo/
 COPY megappo /opt/megappo/megappo
-RUN pip install torch==2.11.0 megatron-core==0.19.2 /opt/megappo
+RUN pip install "/opt/megappo[vllm]"
 
 WORKDIR /project
 ENTRYPOINT ["megappo"]

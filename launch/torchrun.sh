@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Starts a run with torchrun: launch/torchrun.sh FILE [a.b=c ...]
 #
+#   PYTHON                               the interpreter (default .venv/bin/python; .venv-gpu/bin/python after make setup-gpu)
 #   NPROC                                ranks on this node (default: one for each GPU)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several nodes: the same command on each, NODE_RANK 0 to NNODES - 1
 #   STOP_GRACE_SECONDS                   time to finish the step and save after SIGTERM (default 600; torchrun's own is 30)

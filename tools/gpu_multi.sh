@@ -5,7 +5,8 @@
 #   PARTS="step lora" LIMIT=240 tools/gpu_multi.sh 2
 #   MEGAPPO_RANKS_PER_GPU=2 tools/gpu_multi.sh 2               # as 2 GPUs, by two ranks on one
 #
-#   PYTHON    the interpreter, with megappo's packages, vLLM and pytest (default: .venv/bin/python, else python3)
+#   PYTHON    the interpreter, with megappo's packages, vLLM and pytest (default: .venv/bin/python, else python3;
+#             .venv-gpu/bin/python after make setup-gpu)
 #   OUT       folder of the logs, the runs and table.md (default: runs/gpu-multi)
 #   PARTS     which parts, of the list below (default: all; of one GPU: shapes, tests and experts, which alone need no second;
 #             where ranks share a GPU: parity, lost, switch, vllm, experts and learn, whose results are as on GPUs of their

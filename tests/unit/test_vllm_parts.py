@@ -148,7 +148,7 @@ def test_random_numbers_go_on_as_if_vllm_had_drawn_none() -> None:
 def test_a_missing_vllm_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"rollout.engine: 'vllm' is not installed here; pip install .* make setup-vllm"
+        ConfigError, match=r"rollout.engine: 'vllm' is not installed here; make setup-gpu .* make setup-vllm"
     ):
         prepare_environment()
 

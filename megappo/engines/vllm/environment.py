@@ -37,8 +37,8 @@ def prepare_environment() -> None:
     """Sets vLLM's variables where they are not set; before vllm is first imported. ConfigError where it is missing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "rollout.engine: 'vllm' is not installed here; pip install '.[vllm]' on a GPU machine, make setup-vllm on "
-            "a CPU, or set it to native"
+            "rollout.engine: 'vllm' is not installed here; make setup-gpu on a GPU machine, make setup-vllm on a "
+            "CPU, or set it to native"
         )
     variables = _VARIABLES | (_VARIABLES_ON_CPU if runtime.on_cpu else {})
     if ranks_per_gpu() > 1:
