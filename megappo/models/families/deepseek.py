@@ -37,6 +37,12 @@ class DeepseekV3:
     value_architecture: str = "DeepseekV3ForSequenceClassification"
 
     def shape(self, config: HFConfig) -> ModelShape:
+        """Sizes from `config.json`; an expert group's score is the sum of its two best experts'.
+
+        Keys that the file leaves out have the values of Hugging Face's DeepseekV3Config. Raises ConfigError for routing
+        without sigmoid scores and a bias for balance, rotary dimensions that are not interleaved, and groups that the
+        experts do not make.
+        """
         refuse_unless(config, "scoring_func", "sigmoid")
         refuse_unless(config, "topk_method", "noaux_tc")
         refuse_unless(config, "rope_interleave", True)
