@@ -159,6 +159,13 @@ def test_commands_and_options_in_the_text_exist() -> None:
     assert not unknown
 
 
+def test_targets_of_make_in_the_text_exist() -> None:
+    told = {(page, text) for page, text in code_words() if text.startswith("make ")}
+    assert len(told) > 10
+    targets = make_targets()
+    assert not {(page, text) for page, text in told if text.split()[1] not in targets}
+
+
 def test_settings_in_the_text_exist() -> None:
     sections = "|".join(ExperimentConfig.model_fields)
     setting = re.compile(rf"((?:{sections})(?:\.[a-z0-9_]+)+)(?!\w)")
