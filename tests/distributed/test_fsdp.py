@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import largest_difference, read_folder
+from tests.support.parity import Difference, largest_difference, read_folder
 from tests.support.ranks import run_ranks
-from tests.support.runs import learning, write_run_experiment
+from tests.support.runs import differing_metrics, learning, write_run_experiment
 from tests.support.tiny_models import tiny_model
 
 ROLES = ("actor", "critic", "ref")
@@ -71,29 +71,29 @@ def run_all(folder: Path, named: dict[int, dict[str, str]]) -> dict[str, Any]:
     return found
 
 
-def check_same(folder: Path, name: str, reference: str, after: int) -> None:
-    """Metrics of the steps after `after`, and how far each exported tensor has moved."""
-    ours, theirs = (learning(folder / run, after) for run in (name, reference))
-    assert len(ours) == len(theirs) == 3 - after
-    for line, expected in zip(ours, theirs, strict=True):
-        assert line.keys() == expected.keys()
-        for key, value in line.items():
-            if not key.startswith("hybrid/"):
-                assert value == pytest.approx(expected[key], rel=METRIC_LIMIT, abs=METRIC_LIMIT), key
+def differing(folder: Path, name: str, reference: str, after: int = 0) -> dict[int, list[str]]:
+    """Step → metrics that two runs have otherwise, after step `after`. What the switch moves is its layout's."""
+    runs = folder / name, folder / reference
+    return differing_metrics(*runs, after, limit=METRIC_LIMIT, without=("hybrid/",))
+
+
+def moved_otherwise(folder: Path, name: str, reference: str) -> Difference:
+    """Of the exported tensors, the one whose change since the start differs most in two runs."""
     exported = [folder / run / "hf" / "step-000003" for run in (name, reference)]
-    worst = largest_difference(*exported, origin=folder / "model")
-    assert worst.relative <= WEIGHT_LIMIT, worst
+    return largest_difference(*exported, origin=folder / "model")
 
 
 def test_a_run_learns_what_one_rank_learns(runs: dict[str, Any], folder: Path) -> None:
-    check_same(folder, "cut", "one", 0)
+    assert differing(folder, "cut", "one") == {1: [], 2: [], 3: []}
+    assert moved_otherwise(folder, "cut", "one").relative <= WEIGHT_LIMIT
 
 
 def test_a_reference_beside_adapters_is_cut_and_has_the_log_probs_of_one_rank(
     runs: dict[str, Any], folder: Path
 ) -> None:
     """Its model is another one than the actor's: the KL of all steps is that of log-probs which differ."""
-    check_same(folder, "adapters-cut-ref", "adapters-one", 0)
+    assert differing(folder, "adapters-cut-ref", "adapters-one") == {1: [], 2: [], 3: []}
+    assert moved_otherwise(folder, "adapters-cut-ref", "adapters-one").relative <= WEIGHT_LIMIT
     assert all(abs(line["kl/mean"]) > 0.1 for line in learning(folder / "adapters-one"))
     (whole,) = runs["adapters-one"]["ranks"]
     for rank in runs["adapters-cut-ref"]["ranks"]:
@@ -105,15 +105,15 @@ def test_a_reference_beside_adapters_is_cut_and_has_the_log_probs_of_one_rank(
     "name", ["plain", "cut-own-layout", "cut-to-plain", "plain-to-cut", "cut-to-one", "cut-to-tp2"]
 )
 def test_a_run_goes_on_as_one_of_another_kind(crossed: dict[str, Any], folder: Path, name: str) -> None:
-    check_same(folder, name, "one", 2 if "-to-" in name else 0)
+    steps = [3] if "-to-" in name else [1, 2, 3]
+    assert differing(folder, name, "one", after=steps[0] - 1) == {step: [] for step in steps}
+    assert moved_otherwise(folder, name, "one").relative <= WEIGHT_LIMIT
 
 
 @pytest.mark.slow
 def test_bfloat16_computes_with_parts_that_are_float32(crossed: dict[str, Any], folder: Path) -> None:
     """As with DDP, whose optimizer has float32 copies: exports differ where a sum's order has turned a rounding."""
-    exported = [folder / run / "hf" / "step-000003" for run in ("cut-bfloat16", "plain-bfloat16")]
-    worst = largest_difference(*exported, origin=folder / "model")
-    assert worst.relative <= 0.02, worst
+    assert moved_otherwise(folder, "cut-bfloat16", "plain-bfloat16").relative <= 0.02
     (first, *_), (plain, *_) = (learning(folder / run) for run in ("cut-bfloat16", "plain-bfloat16"))
     assert first["actor/grad_norm"] == pytest.approx(plain["actor/grad_norm"], rel=1e-3)
     whole = crossed["plain-bfloat16"]["ranks"][0]["held"]["actor"]
