@@ -91,6 +91,10 @@ def close():
     time.sleep(60)
 def dispatch(request, at_end):
     at_end.callback(close)
+    # A rank that still starts when the other one fails is ended there.
+    Path(r"{tmp_path}", f"here-{{rank}}").touch()
+    while not all(Path(r"{tmp_path}", f"here-{{each}}").exists() for each in range(2)):
+        time.sleep(0.02)
     raise ValueError("the cause")
 program._dispatch = dispatch
 program.run_rank(ConvertRequest.model_validate_json({request!r}))
