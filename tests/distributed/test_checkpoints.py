@@ -58,7 +58,7 @@ def leave_half_written(checkpoints: Path) -> None:
     (checkpoints / "step-000005").rename(checkpoints / "step-000005.partial")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_resumed_run_is_the_same_to_the_bit(runs: Runs, layout: str) -> None:
     whole, parts = runs(layout)
     ours, expected = learning(parts), learning(whole)

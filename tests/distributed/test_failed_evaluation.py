@@ -72,6 +72,7 @@ def test_the_due_checkpoint_is_there_and_the_evaluation_is_made_up_for(experimen
     assert (run / "checkpoints" / "best").resolve().name == (whole / "checkpoints" / "best").resolve().name
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_there_too(experiment: Path, whole: Path) -> None:
     """Its evaluation is due whatever `test_freq` says, and the checkpoint by `save_last`. Another run goes on from it,
     and marks a checkpoint of its own."""

@@ -161,6 +161,7 @@ def test_a_received_tensor_that_stays_broken_is_named_by_the_engine(how: str, re
         assert rank[how]["diary"] == ["sync", "generate 8", "release", "sync", "generate 8"]
 
 
+@pytest.mark.slow
 def test_commands_and_supervised_training_take_turns_too(tmp_path: Path) -> None:
     """Held-out scores are those of one rank, from `evaluate` and from supervised training before its first step."""
     experiment = write_run_experiment(tmp_path)
